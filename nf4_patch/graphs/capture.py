@@ -410,7 +410,7 @@ class GraphedLayer:
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
         """Run forward and backward on the capture stream, so that first-use allocations and compilations stay out of the graphs.
 
-        If the first run synchronizes with the GPU, the layer runs a second time, because a first use may synchronize only once.
+        If the first run synchronizes with the GPU, the layer runs a second time, because some code synchronizes only at its first use.
 
         Raises:
             Refusal: the run did something that a replay cannot repeat.

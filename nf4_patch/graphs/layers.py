@@ -31,8 +31,8 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
-# FOR_GOOD: after a refusal for one of these reasons, the layer is never captured again for the same shape. After a refusal for another
-# reason, it is tried again later.
+# FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for another
+# reason, the capture is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -40,8 +40,8 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
-# HARMLESS_HOOKS: modules whose hooks a replay may skip. transformers' hooks only collect outputs, and do so only if a forward requests
-# them. bitsandbytes' hooks open and close the cache of parametrize.
+# HARMLESS_HOOKS: names of modules that define hooks which a replay may skip. transformers' hooks collect outputs, and only if a
+# forward requests outputs. bitsandbytes' hooks open and close the cache of parametrize.
 HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 

@@ -153,6 +153,6 @@ class LoraProduct(PlainFunction):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            if of_x:  # The base weight's part is the larger part. It is added last, so that it is rounded only once.
+            if of_x:  # the base weight's part is added last, so that this larger part is rounded only once
                 x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

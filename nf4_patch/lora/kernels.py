@@ -41,7 +41,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return where the factor's element for a column of the width and a rank r lies in memory, counted in elements."""
+    """Return the index in memory of the factor's element for ``column`` (along the width) and ``r`` (along the rank)."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:

@@ -181,9 +181,10 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
     """Check a compiled config. Return the failure, or "" if its results are right.
 
     One-hot rows have to return columns of the dequantized weight. For ``x``, the error against fp64 must not exceed the error
-    of a matmul with the dequantized weight.
+    of a matmul with the dequantized weight, times SLACK.
 
     Args:
+        product: the compiled config. It takes x and an output tensor.
         dense: the dequantized weight [n, k].
         truth: x @ dense.T in fp64, [m, n].
     """

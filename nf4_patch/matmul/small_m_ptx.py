@@ -53,7 +53,7 @@ DIALECTS = {
 OFFSETS = {
     "f32": "ld.global.f32 offset, [$7];",
     "f16": "ld.global.b16 high, [$7]; cvt.f32.f16 offset, high;",
-    "bf16": "ld.global.b16 high, [$7]; mov.b16 low, 0; mov.b32 offset, {low, high};",  # because cvt needs sm_90
+    "bf16": "ld.global.b16 high, [$7]; mov.b16 low, 0; mov.b32 offset, {low, high};",  # cvt for bf16 needs sm_90
 }
 
 
@@ -94,8 +94,8 @@ class Cta:
         self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
-        # ``together``: number of accumulators that the warps add up at a time. ``mine``: one number for each of them that one warp
-        # adds.
+        # ``together`` is the number of accumulators that the warps add up at a time. The length of ``mine`` is the number of these
+        # accumulators that one warp adds.
         self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
 

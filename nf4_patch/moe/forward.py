@@ -93,7 +93,7 @@ class Order(NamedTuple):
 
 
 class Gathered(torch.autograd.Function):
-    """Copy each token to the rows of its experts: [tokens, hidden] to [rows, hidden] in ``dtype``."""
+    """Copy the hidden state of each token to the token's rows: [tokens, hidden] to [rows, hidden] in ``dtype``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -133,12 +133,12 @@ class Gated(torch.autograd.Function):
 class Weighted(torch.autograd.Function):
     """Return two views of the down projection's input: one for the frozen weight, one for LoRA.
 
-    The backward multiplies the gradient of the first view by the router's weights, and adds the gradient of the LoRA view. The latter
-    contains the router's weights already.
+    The backward multiplies the gradient of the first view by the router's weights, and adds the gradient of the LoRA view, which
+    already contains them.
 
     ``Combined`` multiplies the output of the down projection by the router's weights, so the gradient needs them too. The projection
-    is linear, so they may be applied to the gradient of its output or of its input. Here they are applied to the gradient of its
-    input. The output then need not be saved, and the recompute of a checkpoint stops before the projection.
+    is linear, so the gradient of its output or of its input may be multiplied. Here the gradient of the input is multiplied. The
+    output then need not be saved, and the recompute of a checkpoint stops before the projection.
     """
 
     @staticmethod
@@ -161,9 +161,9 @@ class Combined(torch.autograd.Function):
 
     The backward leaves the router's weights out, because ``Weighted`` applies them to the gradient.
 
-    ``Combined`` saves no tensor itself. The recompute of a checkpoint stops at the last saved tensor, so it stops before the down
-    projection. The backward reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of the function, so that
-    autograd also runs the backward of ``Saved`` and frees the tensor.
+    ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so it ends before the down
+    projection. The backward reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of the function, so
+    that autograd also runs the backward of ``Saved`` and frees the tensor.
     """
 
     @staticmethod
@@ -201,7 +201,8 @@ def products(
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = grouped(inner, factors[1], order.ends).contiguous()
-    y = weight.multiplied(x, order.ends).contiguous()  # last, so that a checkpoint's recompute stops before it
+    # This product comes last, so that the recompute of a checkpoint stops before it.
+    y = weight.multiplied(x, order.ends).contiguous()
     if weight.bias is not None:
         y = summed(y, weight.bias[order.expert_of.long()])
     return y, addend

@@ -201,7 +201,7 @@ def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Raise an error if peft would load wrong values: the tensors have the right shapes, but their elements another order.
+    """Raise an error if an adapter's tensors have the right shapes, but another order of elements. peft would load wrong values.
 
     Args:
         stacks: by the name of each stack of the module, an object with the ``shape`` [experts, ...] of the stack.
@@ -229,7 +229,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
         by_unsloth = layout is not None or said.get("unsloth_fixed")
-        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout
+        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout itself
             raise ValueError(
                 f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, but peft reads "
                 "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "

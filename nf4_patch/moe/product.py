@@ -73,8 +73,8 @@ class FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
-        # The packed tensors are saved too, only because autograd then checks that nobody writes into them. With hooks on saved
-        # tensors they are not, because hooks may copy tensors, which disables the check.
+        # The packed tensors are saved only because autograd then checks that nobody writes into them. They are not saved if there
+        # are hooks on saved tensors, because hooks copy tensors, and autograd does not check copies.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
