@@ -90,8 +90,8 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
     """Return a slot for each tensor, all different, and copy the tensors into the slots.
 
-    A tensor gets the slot that already holds it, or else a slot whose tensor was freed. If there is neither, it gets a new slot, which
-    is added to ``slots``.
+    A tensor gets the slot that already holds it, or else a slot whose tensor was freed. If there is neither, it gets a new slot,
+    which is added to ``slots``.
     """
     taken: list[Slot] = []
     for tensor in tensors:

@@ -31,8 +31,8 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
-# FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for another
-# reason, the capture is tried again later.
+# FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for
+# another reason, the capture is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -230,8 +230,8 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 def checkpoint_options(function: Any) -> dict[str, Any]:
     """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
 
-    With ``use_gradient_checkpointing=True``, Unsloth calls PyTorch's checkpoint, which can be replaced. With "unsloth", Unsloth calls
-    its own checkpoint, which moves x to host memory. A replay cannot replace that one, because it would keep x on the GPU.
+    With ``use_gradient_checkpointing=True``, Unsloth calls PyTorch's checkpoint, which can be replaced. With "unsloth", Unsloth
+    calls its own checkpoint, which moves x to host memory. A replay cannot replace that one, because it would keep x on the GPU.
     """
     function = partial(function) if function is checkpoint else function
     if type(function) is not partial or function.func is not checkpoint:

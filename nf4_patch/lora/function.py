@@ -64,8 +64,8 @@ class Factors:
 class WideFactors(Factors):
     """Factors in fp32, multiplied by bf16 matrices on tensor cores with the precision of fp32.
 
-    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale. So ``gradient_of_a`` and ``gradient_of_z``,
-    which get its result, multiply by the scale.
+    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale. So ``gradient_of_a`` and
+    ``gradient_of_z``, which get its result, multiply by the scale.
     """
 
     def inner(self, z: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ class LoraProduct(PlainFunction):
         """
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            y: None, a bias [out] in the dtype of x, or a tensor [rows, out] in that dtype. The tensor is allowed only if nothing needs
-                a gradient, and may be written to.
+            y: None, a bias [out] in the dtype of x, or a tensor [rows, out] in that dtype. The tensor may be
+                written to, and is allowed only if nothing needs a gradient.
             dense: returns the base weight [out, in] in the dtype of x. The weight is only read.
             tensors: three for each adapter. z: LoRA's input [rows, in], or None if it is x. A: [rank, in]. B: [out, rank].
         """

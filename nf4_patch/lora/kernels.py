@@ -4,9 +4,9 @@ An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the p
 cores add with fewer bits than fp32. So the tensor cores add only the products of one tile, the smallest parts first. The tiles are
 added in fp32.
 
-All kernels have these arguments. x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank, width]
-if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of 16. A program computes ROWS rows, COLUMNS columns
-and RANK ranks at a time. reference.py defines the results.
+All kernels have these arguments. x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank,
+width] if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of 16. A program computes ROWS rows, COLUMNS
+columns and RANK ranks at a time. reference.py defines the results.
 """
 
 import triton

@@ -35,8 +35,8 @@ FEW_ROWS = 128
 # Supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 FP32 = torch.float32
-# ``_unsafe_view`` reshapes a tensor that nobody else holds, as F.linear does. ``view`` is not used, because PyTorch refuses to write
-# into a view after a change of the grad mode.
+# ``_unsafe_view`` reshapes a tensor that nobody else holds, as F.linear does. ``view`` is not used, because PyTorch refuses to
+# write into a view after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
@@ -94,8 +94,8 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     checkpoint from the checkpoint.
 
     Returns:
-        The two dtypes, or None in two cases. Either a dtype is not supported. Or, without autocast, exactly one of the two dtypes is
-        fp32: then peft rounds the sum of LoRA and the base product differently than one function would.
+        The two dtypes, or None in two cases. Either a dtype is not supported. Or, without autocast, exactly one of the two dtypes
+        is fp32: then peft rounds the sum of LoRA and the base product differently than one function would.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)

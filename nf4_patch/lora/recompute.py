@@ -1,8 +1,8 @@
 """Keep the decisions of a non-reentrant checkpoint's forward, so that its recompute repeats them.
 
 A decision says whether peft's forward or our function runs. The two save different tensors, but a checkpoint requires the same
-tensors from forward and recompute. A second decision could differ from the first, for example if FlopCounterMode or a hook is active
-during the forward only.
+tensors from forward and recompute. A second decision could differ from the first, for example if FlopCounterMode or a hook is
+active during the forward only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAME = "nf4_patch_lora"
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
     """Return the list of decisions, and the forward's decision about this call.
 
-    The caller appends its own decision to the list. The list is in the order of calls, and is freed with the checkpoint's frame, which
-    holds it.
+    The caller appends its own decision to the list. The list is in the order of calls, and is freed with the checkpoint's frame,
+    which holds it.
 
     Args:
         pack: the current pack hook for saved tensors.

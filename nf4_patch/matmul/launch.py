@@ -89,8 +89,8 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 class MatmulLaunch:
     """The compiled kernels, addresses and sizes for multiplying one shape of x by one weight.
 
-    Addresses are plain integers, so a launch keeps no tensor alive. A launch is valid for as long as the weight's fingerprint and the
-    bias's address stay the same.
+    Addresses are plain integers, so a launch keeps no tensor alive. A launch is valid for as long as the weight's fingerprint and
+    the bias's address stay the same.
 
     Args:
         kernel: compiled for operands like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N] in x's dtype.

@@ -21,9 +21,9 @@ BLOCK = 1024  # elements that a program of sum_split_k_kernel computes
 class SmallMPlan(NamedTuple):
     """How a config divides the work of one size on one GPU.
 
-    The rows of the weight are split evenly into ``sm_partitions`` partitions, one for each multiprocessor. With ``split_k`` > 1, K is
-    split evenly too, and each part of K has its own multiprocessors. All CTAs of a partition are meant to run on one multiprocessor:
-    their indices are ``sm_partitions`` apart in the grid.
+    The rows of the weight are split evenly into ``sm_partitions`` partitions, one for each multiprocessor. With ``split_k`` > 1, K
+    is split evenly too, and each part of K has its own multiprocessors. All CTAs of a partition are meant to run on one
+    multiprocessor, so their indices in the grid are ``sm_partitions`` apart.
     """
 
     sm_partitions: int  # partitions of the weight's rows

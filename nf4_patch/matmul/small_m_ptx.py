@@ -14,8 +14,8 @@ B operands are 8-row tiles of X. Accumulators are fp32. No matrix operand goes t
 * As soon as a group of words is decoded, the same group of the next chunk is loaded into the same registers.
 
 Bottlenecks (H200, ncu). Up to 16 rows of X, without byte permutes, the limit is the L1 data pipe. A warp needs 200 cycles of it for
-16 rows x 256 elements of the weight, 128 of them for table lookups. From 32 rows upwards, the limit is the latency of loads of X, which
-wait in the same pipe behind those of the weight.
+16 rows x 256 elements of the weight, 128 of them for table lookups. From 32 rows upwards, the limit is the latency of loads of X,
+which wait in the same pipe behind those of the weight.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Cta:
         # Byte permutes are used with two tiles per warp, because they are faster: 8 rows, 4096x14336, take 18.2 us instead of 20.1,
         # and 64 rows, 14336x4096, take 39.2 us instead of 42.3 (H200, triton 3.6.0). With one tile they are not faster.
         self.permutes = self.dialect.hopper and self.tiles > 1
-        # Of each of its rows, a lane loads ``groups`` groups of ``words`` 32-bit words per chunk. K is divided into steps, which are
-        # ``step`` elements with one scale. Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
+        # Of each of its rows, a lane loads ``groups`` groups of ``words`` 32-bit words per chunk. K is divided into steps, which
+        # are ``step`` elements with one scale. Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
         lanes = self.step // (8 * self.words)  # number of lanes whose words belong to the same step
@@ -101,9 +101,9 @@ class Cta:
 
     def source(self) -> str:
         self.declare()
-        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k. It then saves 0.6 us at 1 to
-        # 8 rows. With two CTAs per multiprocessor, a call would take up to 14 us longer. With split_k, a call would take 0.2 us longer
-        # on three sizes of four (H200, triton 3.6.0).
+        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k. It then saves 0.6 us at 1
+        # to 8 rows. With two CTAs per multiprocessor, a call would take up to 14 us longer. With split_k, a call would take 0.2 us
+        # longer on three sizes of four (H200, triton 3.6.0).
         if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
@@ -193,8 +193,8 @@ class Cta:
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
 
-        Each half warp writes one entry of the table at a time, in 16 copies. An entry holds the codes of a byte's two nibbles, that of
-        the high nibble first.
+        Each half warp writes one entry of the table at a time, in 16 copies. An entry holds the codes of a byte's two nibbles, that
+        of the high nibble first.
         """
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
@@ -319,10 +319,10 @@ class Cta:
     def add_up(self, k: int, r: int) -> None:
         """Add up accumulators r to r + together - 1 of the warps that split K. Warp i % warps_k adds accumulator i.
 
-        The warps exchange their partial sums in shared memory, in sums[wn][wk][accumulator][lane]. Two mbarriers replace bar.sync, so
-        that a warp without an accumulator to add need not wait for the others. It stores its partial sums, arrives at ``full`` and
-        continues. It waits only at ``free``, until the previous partial sums have been read. With mbarriers, 8 rows, 14336x4096, take
-        18.9 us instead of 22.0 (H200).
+        The warps exchange their partial sums in shared memory, in sums[wn][wk][accumulator][lane]. Two mbarriers replace bar.sync,
+        so that a warp without an accumulator to add need not wait for the others. It stores its partial sums, arrives at ``full``
+        and continues. It waits only at ``free``, until the previous partial sums have been read. With mbarriers, 8 rows,
+        14336x4096, take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -351,8 +351,8 @@ class Cta:
         A warp arrives at ``full`` after it stored its partial sums, and at ``free`` after it read the partial sums that it adds.
         """
         if self.dialect.wait:
-            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the stores of the other lanes as
-            # races.
+            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the stores of the other lanes
+            # as races.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 

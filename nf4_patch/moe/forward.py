@@ -136,9 +136,9 @@ class Weighted(torch.autograd.Function):
     The backward multiplies the gradient of the first view by the router's weights, and adds the gradient of the LoRA view, which
     already contains them.
 
-    ``Combined`` multiplies the output of the down projection by the router's weights, so the gradient needs them too. The projection
-    is linear, so the gradient of its output or of its input may be multiplied. Here the gradient of the input is multiplied. The
-    output then need not be saved, and the recompute of a checkpoint stops before the projection.
+    ``Combined`` multiplies the output of the down projection by the router's weights, so the gradient needs them too. The
+    projection is linear, so the gradient of its output or of its input may be multiplied. Here the gradient of the input is
+    multiplied. The output then need not be saved, and the recompute of a checkpoint stops before the projection.
     """
 
     @staticmethod

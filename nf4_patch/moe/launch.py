@@ -71,8 +71,8 @@ def weigh(
         of_weights: compute the gradient of the weights too.
 
     Returns:
-        The result, [tokens * top_k, width]. If ``of_weights``, also the gradient of the weights, [tokens, top_k]: the dot product of
-        gradient and ``rows`` for each row. Otherwise None.
+        The result, [tokens * top_k, width]. If ``of_weights``, also the gradient of the weights, [tokens, top_k]: the dot product
+        of gradient and ``rows`` for each row. Otherwise None.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found

@@ -308,8 +308,8 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     """Return a function that maps a checkpoint's key to three things.
 
-    These are the full name of the parameter, and the converter and the pattern that match the key. Converter and pattern are None if
-    the key needs no conversion.
+    These are the full name of the parameter, and the converter and the pattern that match the key. Converter and pattern are None
+    if the key needs no conversion.
 
     Args:
         mapping: transformers' conversions for the model.
@@ -344,8 +344,8 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
     """Make one packed stack of experts that were packed one by one: concatenate their bytes and their absmax.
 
-    Nested absmax is decoded to fp32, because every expert has a different offset, but a stack has only one. This costs 0.37 bits per
-    weight.
+    Nested absmax is decoded to fp32, because every expert has a different offset, but a stack has only one. This costs 0.37 bits
+    per weight.
 
     Args:
         name, stack: the stack's full name, and its parameter in the model.

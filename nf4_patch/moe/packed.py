@@ -42,8 +42,8 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 def end_caching(module: torch.nn.Module) -> None:
     """Make bitsandbytes end its caching of dense stacks also if the forward raises an exception.
 
-    Before 0.50, bitsandbytes does not end it then. A checkpoint ends its recompute with an exception, so every dense stack would stay
-    in memory.
+    Before 0.50, bitsandbytes does not end it then. A checkpoint ends its recompute with an exception, so every dense stack would
+    stay in memory.
     """
     library: Any = sys.modules["bitsandbytes.nn.parametrize"]
     for key, hook in module._forward_hooks.items():
@@ -95,8 +95,8 @@ class Chain(parametrize.ParametrizationList):
     def append(self, parametrization: torch.nn.Module) -> Any:
         """Append a parametrization, and clear the parametrize cache, because registration cached the weight without it.
 
-        peft 0.21 has two classes of LoRA proxies, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` is turned into
-        an instance of both classes.
+        peft 0.21 has two classes of LoRA proxies, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` is turned
+        into an instance of both classes.
         """
         layer: Any = sys.modules.get("peft.tuners.lora.layer")
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):

@@ -1,7 +1,7 @@
 """Products with the weight of all experts, packed or dense, and with LoRA.
 
-LoRA is computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the packed
-stack for the backward, not the dense stack. A stack is one weight of all experts of a layer, [experts, ...].
+LoRA is computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the
+packed stack for the backward, not the dense stack. A stack is one weight of all experts of a layer, [experts, ...].
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import PackedExperts
 
-# Lora is (left, right), and left @ right is what LoRA adds to a stack. For a stack [experts, in, out], left is [experts, in, rank] and
-# right is [experts, rank, out]. For a stack [experts, out, in], swap in and out.
+# Lora is (left, right), and left @ right is what LoRA adds to a stack. For a stack [experts, in, out], left is [experts, in, rank]
+# and right is [experts, rank, out]. For a stack [experts, out, in], swap in and out.
 Lora = tuple[Tensor, Tensor]
 
 
@@ -112,8 +112,8 @@ def is_checkpointed() -> bool:
     """Return whether gradient checkpointing makes saved tensors short-lived, so that a saved dense stack costs little memory.
 
     This is true in the forward of a checkpoint, which drops its saved tensors, and in its recompute, which uses them at once. It is
-    false if the innermost hooks on saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the innermost
-    hooks, and these keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
+    false if the innermost hooks on saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the
+    innermost hooks, and these keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -124,8 +124,8 @@ def is_checkpointed() -> bool:
 def is_kept_packed() -> bool:
     """Return whether a product should save the packed stack for the backward, instead of the dense stack.
 
-    Under gradient checkpointing the dense stack is saved. The backward then reuses the dense stack of the recompute, so the stack is
-    not decoded a third time.
+    Under gradient checkpointing the dense stack is saved. The backward then reuses the dense stack of the recompute, so the stack
+    is not decoded a third time.
     """
     return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 

@@ -82,7 +82,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     If our forward raises an error, the caller gets the error, and the original forward does not run.
 
     Args:
-        whole: True for a forward that multiplies by the weights of all experts, and only reads them. False for a forward that copies
+        whole: True for a forward that multiplies by the weights of all experts, and only reads them. False for a forward that
+        copies
             the weight of each row's expert.
     """
     dequantizer = Dequantizer(target.name)

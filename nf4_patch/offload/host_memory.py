@@ -82,8 +82,8 @@ class HostBlock:
         self.resident = 0  # bytes of the modules that stay on the GPU; one block per GPU carries this count
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        # The prefetcher writes two notes here. ``fingerprints``: the fingerprint of each weight when it was last read, by the address
-        # of its packed bytes.
+        # The prefetcher writes two notes here. ``fingerprints``: the fingerprint of each weight when it was last read, by the
+        # address of its packed bytes.
         self.fingerprints: dict[int, Fingerprint] = {}
         # ``after``: the block that was read after this block, by the block that was read before it. Forward and backward read the
         # layers in opposite orders, so the block before shows which block comes next.

@@ -16,8 +16,8 @@ from . import host_memory
 from .host_memory import ADVICE, HostBlock
 
 gate = switch.gates["offload"]
-# plans: for each model that is being loaded, its host blocks by module path. After a failure, the error message takes their place, and
-# is raised after loading, because transformers only logs the exception.
+# plans: for each model that is being loaded, its host blocks by module path. After a failure, the error message takes their place,
+# and is raised after loading, because transformers only logs the exception.
 plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +38,8 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     """Decide which experts modules of a model go to host memory, and record them in ``plans``. A module is never split.
 
     Args:
-        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts of a layer.
+        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts of a
+        layer.
 
     Raises:
         ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
