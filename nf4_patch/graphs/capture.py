@@ -151,8 +151,8 @@ class Environment(NamedTuple):
     def entered(self) -> torch.autocast:
         """Return autocast with the recorded settings.
 
-        The weight cache of autocast is off, because autocast frees the cached weights at its end, and a graph would still read
-        them.
+        The weight cache of autocast is off, because autocast frees the cached weights at its end, but a graph would
+        still read them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
 
@@ -411,8 +411,8 @@ class GraphedLayer:
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
         """Run forward and backward on the capture stream, so that first-use allocations and compilations stay out of the graphs.
 
-        If the first run synchronizes with the GPU, the layer runs a second time, because some code synchronizes only at its first
-        use.
+        If the first run synchronizes with the GPU, the layer runs a second time, because some code
+        synchronizes only at its first use.
 
         Raises:
             Refusal: the run did something that a replay cannot repeat.

@@ -83,8 +83,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
 
     Args:
         whole: True for a forward that multiplies by the weights of all experts, and only reads them. False for a forward that
-        copies
-            the weight of each row's expert.
+            copies the weight of each row's expert.
     """
     dequantizer = Dequantizer(target.name)
 

@@ -38,8 +38,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     """Decide which experts modules of a model go to host memory, and record them in ``plans``. A module is never split.
 
     Args:
-        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts of a
-        layer.
+        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts.
 
     Raises:
         ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
