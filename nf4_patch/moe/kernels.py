@@ -3,8 +3,8 @@
 A row is one token at one of its TOP_K experts. Rows are sorted by expert. The slot of a row, token * TOP_K + k, is the index of its
 router weight. All sums are in fp32 and in a fixed order. reference.py defines the results.
 
-The tests run these kernels in Triton's interpreter, which then interprets only the functions of this module. So the kernels call no
-function that Triton itself writes in Triton, such as tl.sum and tl.sigmoid.
+The tests run these kernels in Triton's interpreter, while Triton's own functions stay compiled. An interpreted kernel cannot call a
+compiled function. So the kernels call no function that Triton itself writes in Triton, such as tl.sum and tl.sigmoid.
 """
 
 import triton
