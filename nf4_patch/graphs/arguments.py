@@ -1,4 +1,4 @@
-"""A captured layer's arguments: the part that selects a graph, and the tensors that are copied into static buffers."""
+"""The arguments of a captured layer: a key that selects the graph, and tensors that are copied into static buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unsupported(Exception):
 def signature(value: Any, tensors: list[Tensor]) -> Any:
     """Return a hashable description of a layer's arguments, for the key of a graph.
 
-    It describes the layout of each tensor, not its contents. The tensors are appended to ``tensors``.
+    The description contains the layout of each tensor, but not its contents. Each tensor is appended to ``tensors`` once.
 
     Raises:
         Unsupported: an argument is not a tensor, a plain value, or a tuple, list or dict of them.
@@ -38,7 +38,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     if kind not in TENSORS:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
-        if other is value:  # both arguments share a static buffer, so the key says that they are one tensor
+        if other is value:  # a tensor that is passed twice gets one static buffer, so the key has its index here
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument that requires a gradient")
@@ -60,7 +60,7 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 class Slot:
-    """A static buffer that a graph reads. It remembers which tensor was copied into it last."""
+    """A static buffer that graphs read, and a note of the tensor that was copied into the buffer last."""
 
     def __init__(self, tensor: Tensor):
         self.layout = layout_of(tensor)
@@ -88,9 +88,10 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Return a different slot for each tensor.
+    """Return a slot for each tensor, all different, and copy the tensors into the slots.
 
-    Prefer the slot that already holds the tensor, then a slot whose tensor was freed. Otherwise add a new slot to ``slots``.
+    A tensor gets the slot that already holds it, or else a slot whose tensor was freed. If there is neither, it gets a new slot,
+    which is added to ``slots``.
     """
     taken: list[Slot] = []
     for tensor in tensors:

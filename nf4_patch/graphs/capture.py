@@ -30,9 +30,10 @@ from ..patching.reasons import Reason
 from .arguments import Slot, slots_for
 from .fingerprint import Fingerprint
 
-SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in sync debug mode
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warning in sync debug mode
 
 
+# Getters of PyTorch's global modes that change which kernels a layer runs
 MODES: list[Callable[[], Any]] = [torch.get_float32_matmul_precision, torch.are_deterministic_algorithms_enabled] + [
     getattr(torch._C, name)
     for name in (
@@ -52,7 +53,7 @@ class Refusal(Exception):
 
 
 class PoolMemory:
-    """The memory of a tensor as ``__cuda_array_interface__``, from which PyTorch makes tensors that do not own their memory."""
+    """Describe the memory of a tensor in ``__cuda_array_interface__``. PyTorch makes tensors from it that do not own the memory."""
 
     def __init__(self, tensor: Tensor):
         self.__cuda_array_interface__ = {
@@ -70,7 +71,10 @@ def unowned(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the GPU's capture stream. All captures share one, because cuBLAS allocates a workspace (32 MiB on Hopper) per stream."""
+    """Return the stream of all captures on a GPU.
+
+    The captures share one stream, because cuBLAS allocates a workspace for each stream (32 MiB on Hopper).
+    """
     return torch.cuda.Stream(device)
 
 
@@ -88,7 +92,8 @@ class Pool:
         self.generator = torch.cuda.default_generators[device]
         self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            # capture_begin needs free memory for the generator's state; without it, PyTorch 2.11 aborts the process
+            # capture_begin allocates the generator's state. PyTorch 2.11 aborts the process if that fails. An allocation before it
+            # raises an OutOfMemoryError instead.
             something = torch.empty(2**10, device=device)
             with self.capturing(self.keeper):
                 something.zero_()
@@ -132,7 +137,7 @@ class Pool:
 
 
 class Environment(NamedTuple):
-    """Autocast and PyTorch's global modes during a call. They are part of a graph's key."""
+    """Autocast and PyTorch's global modes during a call. An Environment is part of the key of a graph."""
 
     autocast: bool
     dtype: torch.dtype
@@ -146,30 +151,35 @@ class Environment(NamedTuple):
     def entered(self) -> torch.autocast:
         """Return autocast with the recorded settings.
 
-        Its weight cache is off, because a graph would read cached weights after the end of autocast has freed them.
+        The weight cache of autocast is off, because autocast frees the cached weights at its end, but a graph would
+        still read them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
 
 
 class Task(NamedTuple):
-    """A capture to be made: a layer with the arguments of one call."""
+    """What to capture: a layer, with the arguments of one call."""
 
     layer: nn.Module
     function: Callable[
         [Callable[..., Any], Tensor, list[Tensor]], Any
-    ]  # calls the layer with a checkpoint function, x and the other tensors
+    ]  # calls the layer; its arguments are the checkpoint function to use, x, and the other tensors
     x: Tensor
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
 
 
-Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's dict of parameters, and the name and value of one entry
+# A Place says where a module holds a parameter: the module's dict of parameters, the name in this dict, and the parameter.
+Place = tuple[dict[str, Any], str, nn.Parameter]
 
 
 @contextlib.contextmanager
 def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None]:
-    """Replace the parameters in their modules by the aliases inside the ``with`` block. Skip parameters that were replaced before."""
+    """Inside the ``with`` block, let the modules hold the aliases instead of the parameters.
+
+    Skip a parameter that its module no longer holds.
+    """
     done: list[Place] = []
     try:
         for place, alias in zip(places, aliases, strict=True):
@@ -184,7 +194,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Return the places of all parameters of a layer that require a gradient."""
+    """Return a Place for every parameter of a layer that requires a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -205,7 +215,7 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def quiet_garbage() -> Iterator[None]:
-    """Disable garbage collection inside the ``with`` block, because it could destroy another graph in the middle of a capture."""
+    """Disable garbage collection inside the ``with`` block. A collection could destroy another graph in the middle of a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,7 +227,10 @@ def quiet_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronizations() -> Iterator[list[str]]:
-    """Collect the source lines inside the ``with`` block that synchronize with the GPU, which a capture does not allow."""
+    """Collect the source lines that synchronize with the GPU inside the ``with`` block. A capture does not allow them.
+
+    The list is filled when the block ends.
+    """
     before, found = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -233,7 +246,7 @@ def synchronizations() -> Iterator[list[str]]:
 def host_generators() -> Iterator[Callable[[], bool]]:
     """Restore the random generators of Python, PyTorch's CPU and NumPy after the ``with`` block.
 
-    Yields a function that returns whether one of them was used inside the block.
+    Yield a function that returns whether one of these generators was used inside the block.
     """
     numpy: Any = sys.modules.get("numpy.random")
 
@@ -269,7 +282,7 @@ def leaves(result: Tensor) -> Iterator[Any]:
 
 
 class GraphedLayer:
-    """The forward graph and the backward graph of one layer, for calls with one key."""
+    """The forward graph and the backward graph of one layer, for all calls with the same key (argument layouts and modes)."""
 
     alive = False  # whether the graphs can be replayed
 
@@ -284,9 +297,9 @@ class GraphedLayer:
         self.slots = slots_for(task.tensors, pool.slots)
         self.trained = trained_places(task.layer)
         self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
-        self.used: list[int] = []  # indices of the aliases that have a gradient
-        self.parameters: Any = None  # the parameters that have a gradient; the warm-up sets them
-        self.others: tuple[None, ...] | None = None  # the further results if the layer returns a tuple
+        self.used: list[int] = []  # indices of the aliases that receive a gradient
+        self.parameters: Any = None  # the parameters that receive a gradient; set by the warm-up
+        self.others: tuple[None, ...] | None = None  # the results after the first, if the layer returns a tuple
         random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
         try:
             with (
@@ -336,7 +349,7 @@ class GraphedLayer:
         self.alive = True
 
     def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
-        """Group tensors, one per parameter and in the order of ``parameters``, by the dtype of the parameter."""
+        """Group tensors by the dtype of their parameter. The tensors are in the order of ``parameters``, one for each."""
         return [
             [tensor for tensor, parameter in zip(tensors, self.parameters, strict=True) if parameter.dtype is dtype]
             for dtype in self.dtypes
@@ -367,9 +380,10 @@ class GraphedLayer:
         return alias, result
 
     def backward_of(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the gradient of x and one flat tensor per dtype with the gradients of all parameters that have one.
+        """Return the gradient of x, and the gradients of the parameters as one flat tensor per dtype.
 
-        The gradient of x is None if x requires none. The first call sets ``parameters``.
+        The gradient of x is None if x requires no gradient. The first call sets ``parameters`` to the parameters that receive a
+        gradient.
         """
         used = list(range(len(self.aliases))) if self.parameters is None else self.used
         inputs = [*([x] if x.requires_grad else []), *[self.aliases[index] for index in used]]
@@ -386,7 +400,8 @@ class GraphedLayer:
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
         """Run forward and backward on the capture stream, so that first-use allocations and compilations stay out of the graphs.
 
-        The run is repeated once if the first one synchronized with the GPU.
+        If the first run synchronizes with the GPU, the layer runs a second time, because some code
+        synchronizes only at its first use.
 
         Raises:
             Refusal: the run did something that a replay cannot repeat.
@@ -438,7 +453,7 @@ class GraphedLayer:
             slot.load(tensor)
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        """Replay the forward and return a copy of the layer's first result. The caller holds the pool's lock."""
+        """Replay the forward and return a copy of the layer's first result. The caller has to hold the pool's lock."""
         self.x.copy_(x)
         self.load(tensors)
         self.first.replay()
@@ -447,7 +462,9 @@ class GraphedLayer:
         return self.y.clone()
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
-        """Replay recompute and backward, and return the gradients of x and of ``parameters``. The caller holds the pool's lock.
+        """Replay recompute and backward, and return the gradients of x and of ``parameters``.
+
+        The caller has to hold the pool's lock.
 
         Args:
             random_state: the generator's state before the forward, or None if the layer draws no random numbers.
@@ -488,7 +505,7 @@ class GraphedLayer:
 
 
 class Launches:
-    """Values of all hit counters at one time, to find the launches made since."""
+    """Record the values of all hit counters. ``since`` returns the launches that were counted afterwards."""
 
     def __init__(self) -> None:
         self.before = [(counter, counter.hits) for counter in list(counters.hit_counters.values())]

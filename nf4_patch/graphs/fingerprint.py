@@ -36,7 +36,8 @@ class Fingerprint:
         names = [[name for name in vars(module) if name not in STANDARD] for module in everything]
         names[0] = [name for name in names[0] if name not in self.own]
         self.dictionaries = [vars(module) for module in everything]
-        self.getters = [itemgetter("training", *each) for each in names]  # with one name, itemgetter returns no tuple
+        # itemgetter returns a tuple, or the value of ``training`` alone for a module without other attributes.
+        self.getters = [itemgetter("training", *each) for each in names]
         self.values, self.sizes = self.found_values(), [*map(len, self.dictionaries)]
         attributes = [vars(module).items() for module in everything]
         self.containers = [
@@ -58,12 +59,13 @@ class Fingerprint:
         ]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
         self.tensors: list[Any] = [tensor for tensor in self.slots if tensor is not None]
-        holders = [*self.tensors, *everything]  # a packed expert stack's state belongs to its parametrization, a module
+        # A QuantState is an attribute of a packed parameter or, for packed experts, of a parametrization, which is a module.
+        holders = [*self.tensors, *everything]
         self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
         self.states = [*map(quant_state, self.packed)]
         self.fields = [NESTED if state.nested else FLAT for state in self.states]
         self.of_states = self.found_states()
-        # integer tensors cannot require a gradient
+        # Only these tensors are checked for requires_grad, because integer tensors cannot require a gradient.
         self.floating = [tensor for tensor in self.tensors if tensor.dtype.is_floating_point]
         self.trains = [*map(requires_grad, self.floating)]
         with plain_methods():
@@ -107,7 +109,7 @@ class Fingerprint:
             return False
 
     def restore(self) -> None:
-        """Restore the contents of the layer's lists, dicts and sets."""
+        """Give the layer's lists, dicts and sets the contents that they had when this fingerprint was made."""
         for container, copy in zip(self.containers, self.copies, strict=True):
             if container != copy:
                 container.clear()

@@ -31,6 +31,8 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
+# FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for
+# another reason, the capture is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -38,7 +40,8 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
-# transformers' hooks collect outputs only while a forward asks for them; bitsandbytes' hooks open and close parametrize's cache
+# HARMLESS_HOOKS: names of modules that define hooks which a replay may skip. transformers' hooks collect outputs, and only if a
+# forward requests outputs. bitsandbytes' hooks open and close the cache of parametrize.
 HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
@@ -53,8 +56,8 @@ class Shape:
     calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
     waits: weakref.WeakKeyDictionary[nn.Module, int] = field(
         default_factory=weakref.WeakKeyDictionary
-    )  # eager calls that ``postpone`` asked for last
-    refusal: Refusal | None = None  # applies to every layer: the GPU had no memory for a capture
+    )  # by layer, how many eager calls the most recent ``postpone`` demanded
+    refusal: Refusal | None = None  # for all layers: set when the GPU had no memory for a capture
 
     def captured(self) -> list[GraphedLayer]:
         return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
@@ -70,7 +73,7 @@ class Shape:
 class Graphs:
     """All CUDA graphs of the process.
 
-    ``drop`` may be called at any time. If it is called between a forward and its backward, the backward recomputes eagerly.
+    ``drop`` may be called at any time. After a ``drop`` between a forward and its backward, the backward recomputes eagerly.
     """
 
     def __init__(self) -> None:
@@ -115,7 +118,10 @@ class Graphs:
         return SIGHTINGS + sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
 
     def postpone(self, shape: Shape, layer: nn.Module) -> None:
-        """Drop the layer's graphs and run it eagerly for twice as many calls as last time, because it may change at every step."""
+        """Drop the layer's graphs of this shape, and run the layer eagerly for a number of calls.
+
+        The number doubles with every call of ``postpone``, because the layer may change at every step.
+        """
         wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
         shape.calls[layer] = self.calls_before_capture(shape) - wait
         del shape.graphs[layer]
@@ -126,11 +132,11 @@ class Graphs:
             return
         shape = self.seen.pop(key)
         for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
-            del self.shapes[other]  # its model was freed
+            del self.shapes[other]  # a shape without graphs, because its model was freed
         while len(self.shapes) >= SHAPES:
             self.shapes.popitem(last=False)[1].reset()
         self.shapes[key] = shape
-        torch.cuda.empty_cache()  # memory that eager calls of the layer freed; the pool needs as much
+        torch.cuda.empty_cache()  # the pool of the graphs needs the memory that eager calls of the layer freed
 
     def snapshot(self, mode: str) -> GraphsStatus:
         shapes = [shape.captured() for shape in list(self.shapes.values())]
@@ -154,7 +160,7 @@ switch.follow(follow)
 
 
 class Call:
-    """State of one forward of a graphed layer, which its backward needs."""
+    """The state of one forward of a graphed layer that the backward of this call needs."""
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
@@ -172,7 +178,7 @@ class Call:
         return self.recomputed(x, gradient)
 
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """Recompute the layer eagerly and return its gradients, differentiable under ``create_graph``."""
+        """Recompute the layer eagerly and return its gradients. Under ``create_graph`` the gradients are differentiable."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
         # aliases, because hooks on the gradients of the parameters themselves would run twice
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
@@ -233,7 +239,7 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
 
 
 def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
-    """Return why a call of any decoder layer has to run eagerly, or None."""
+    """Return the Reason why a call of a decoder layer has to run eagerly, or None."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return Reason.GRAPH_NOT_CHECKPOINTED
     if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
@@ -260,7 +266,7 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
 
 
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
-    """Return whether a call of the layer runs hooks, parametrizations, wrappers or compiled modules."""
+    """Return whether a call of the layer runs code that a replay would skip: hooks, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
     if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
@@ -335,7 +341,7 @@ def graphed(target: Target, original: Function) -> Function:
                 return Reason.GRAPH_NEW_SHAPE
             try:
                 graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
-            except Exception as error:  # so that later calls do not fail in the same way
+            except Exception as error:  # recorded, so that later calls do not try the capture again
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
             shape = graphs.shape_of(key)  # a new Shape if the capture dropped all graphs

@@ -1,8 +1,8 @@
 """One autograd function that computes LoRA's product, and the gradients of the whole layer.
 
-The caller adds the product with the base weight in place afterwards, and autograd saves nothing for that product. It is the most
-expensive one, and a checkpoint's recompute skips it, because the recompute stops at the last saved tensor. The gradient of x is
-a single sum of the base weight's part and LoRA's part.
+Afterwards the caller adds the product with the base weight to the result, in place. Autograd saves nothing for that product, which
+is the most expensive one. A checkpoint's recompute stops at the last saved tensor, so it skips that product. The gradient of x is a
+single sum of the base weight's part and LoRA's part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``. If the dtype is right already, this takes a tenth of the time of ``to``."""
+    """Return ``tensor.to(dtype)``. If the tensor has this dtype already, ``cast`` takes a tenth of the time of ``to``."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -44,7 +44,7 @@ class Factors:
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """Return y + scale * inner @ B.T, [rows, out]. The result may be y itself, written to."""
+        """Return y + scale * inner @ B.T, [rows, out]. The sum may be written into y, which is then returned."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
@@ -64,8 +64,8 @@ class Factors:
 class WideFactors(Factors):
     """Factors in fp32, multiplied by bf16 matrices on tensor cores with the precision of fp32.
 
-    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale, and ``gradient_of_a`` and
-    ``gradient_of_z`` apply it.
+    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale. So ``gradient_of_a`` and
+    ``gradient_of_z``, which get its result, multiply by the scale.
     """
 
     def inner(self, z: Tensor) -> Tensor:
@@ -87,13 +87,13 @@ class WideFactors(Factors):
         return expand(inner_gradient, self.a, True, self.scale, added_to)
 
 
-Adapter = tuple[type[Factors], float, bool]  # the class that multiplies, the scaling, and whether z is x
+Adapter = tuple[type[Factors], float, bool]  # the class to multiply with, the scale, and whether LoRA's input z is x
 
 
 class LoraProduct(PlainFunction):
-    """y plus the sum of scale * z @ A.T @ B.T over the adapters, [rows, out].
+    """Compute y plus the sum of scale * z @ A.T @ B.T over the adapters, [rows, out].
 
-    The backward returns the gradients of this sum plus x @ dense().T, which the caller adds to the result.
+    The caller adds x @ dense().T to the result. The backward returns the gradients of the whole, including this product.
     """
 
     @staticmethod
@@ -108,9 +108,10 @@ class LoraProduct(PlainFunction):
         """
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            y: in the same dtype: a bias [out]; or a tensor [rows, out] that may be written to, if nothing needs a gradient; or None.
-            dense: returns the base weight [out, in] in the same dtype. The result is only read.
-            tensors: three per adapter: z [rows, in], or None if z is x; A [rank, in]; B [out, rank].
+            y: None, a bias [out] in the dtype of x, or a tensor [rows, out] in that dtype. The tensor may be
+                written to, and is allowed only if nothing needs a gradient.
+            dense: returns the base weight [out, in] in the dtype of x. The weight is only read.
+            tensors: three for each adapter. z: LoRA's input [rows, in], or None if it is x. A: [rank, in]. B: [out, rank].
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()
@@ -133,8 +134,8 @@ class LoraProduct(PlainFunction):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
-            saved = ctx.saved_tensors  # read only once, because a checkpoint returns each tensor only once
-            traced = is_compiling()  # by compiled autograd, which can trace PyTorch's products but not our kernels
+            saved = ctx.saved_tensors  # accessed only once, because a checkpoint returns each saved tensor only once
+            traced = is_compiling()  # compiled autograd can trace PyTorch's products, but not our kernels
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
@@ -152,6 +153,6 @@ class LoraProduct(PlainFunction):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            if of_x:  # last, so that the larger part is rounded only once, in the sum
+            if of_x:  # the base weight's part is added last, so that this larger part is rounded only once
                 x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

@@ -1,12 +1,12 @@
 """Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, with the precision of fp32.
 
 An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the product of two bf16 numbers is exact in fp32. Tensor
-cores add with fewer bits than fp32. They therefore add only the products of one tile, the smallest parts first. The tiles are added
-in fp32.
+cores add with fewer bits than fp32. So the tensor cores add only the products of one tile, the smallest parts first. The tiles are
+added in fp32.
 
-The arguments of every kernel: x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank, width] if
-WIDE, else [width, rank]. All are contiguous, and width is a multiple of 16. A program computes ROWS, COLUMNS and RANK elements of
-these dimensions at a time. reference.py defines the results.
+All kernels have these arguments. x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank,
+width] if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of 16. A program computes ROWS rows, COLUMNS
+columns and RANK ranks at a time. reference.py defines the results.
 """
 
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 def rounded(x):
     """Round fp32 x to the precision of bf16, to nearest even, and return fp32.
 
-    It uses integers, because the interpreter's cast truncates.
+    The rounding uses integer operations, because a cast to bf16 truncates in Triton's interpreter.
     """
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -41,7 +41,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return the index of a factor's element in memory."""
+    """Return the index in memory of the factor's element for ``column`` (along the width) and ``r`` (along the rank)."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:
@@ -54,7 +54,7 @@ def project_kernel(
     x, factor, inner, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute inner[part] = x @ factor over one part of the width: ``steps`` times COLUMNS columns."""
+    """Compute inner[part] = x @ factor for one part of the width, which is steps * COLUMNS columns. The caller adds up the parts."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * COLUMNS
@@ -103,7 +103,7 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor[part] = scale * x.T @ inner over one part of the rows: ``steps`` times ROWS rows."""
+    """Compute factor[part] = scale * x.T @ inner for one part of the rows, which is steps * ROWS rows. The caller adds up the parts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

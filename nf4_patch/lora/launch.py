@@ -15,14 +15,14 @@ if runtime.triton is not None:
     from . import kernels
 
 WIDTH_UNIT = 16  # every width is a multiple of this
-LARGEST_RANK = 64  # ranks that one program computes
+LARGEST_RANK = 64  # maximum number of ranks that one program computes
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
     """The rows and columns that a program multiplies at a time, and the stages of Triton's software pipeline.
 
-    Chosen on an H200 for layers of 1,024 to 14,336 columns, at 512 and 4,096 rows and rank 16.
+    The values in TILES were chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank 16.
     """
 
     rows: int
@@ -38,7 +38,7 @@ def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
     """Return a kernel's constexprs in the order of its signature.
 
     Args:
-        flags: WIDE, and for expand_kernel ADD before it.
+        flags: WIDE. For expand_kernel: ADD, then WIDE.
     """
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
@@ -55,7 +55,7 @@ def compile_kernels(rank: int, device: torch.device) -> None:
     """Compile every kernel for factors of this rank.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     x, narrow = (torch.empty(16, dtype=dtype, device=device) for dtype in (BF16, FP32))
     sizes = 2, WIDTH_UNIT, rank
@@ -67,11 +67,11 @@ def compile_kernels(rank: int, device: torch.device) -> None:
 
 
 def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
-    """Return whether the kernels can multiply by these factors.
+    """Return whether the kernels can multiply by an adapter's factors A and B.
 
     Args:
-        z: [rows, in].
-        factor: A, [rank, in]. B is [out_features, rank].
+        z: the adapter's input, [rows, in].
+        factor: A, [rank, in]. B is not passed; it is [out_features, rank].
     """
     if runtime.triton is None or not runtime.runs_on(z) or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False
@@ -85,10 +85,10 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum of ``steps`` tiles into parts, so that every multiprocessor has work.
+    """Split a sum of ``steps`` tiles into parts that different programs add (split-K), so that every multiprocessor has work.
 
     Args:
-        programs: programs that compute one part.
+        programs: how many programs it takes to compute one part.
 
     Returns:
         The number of parts, and the steps per part.
@@ -126,7 +126,7 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tens
 
     Args:
         inner: fp32 [rows, rank].
-        factor: fp32 [width, rank], or its transpose [rank, width] if ``wide``; used as [rank, width].
+        factor: fp32, multiplied as [rank, width]. It is stored like this if ``wide``, otherwise as its transpose [width, rank].
         addend: bf16 [rows, width].
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]

@@ -32,8 +32,8 @@ from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import supports
 from .recompute import decisions_of
 
-# Up to this many rows, without a gradient, the base layer multiplies: bitsandbytes, and enable(matmul="auto"), can multiply them
-# straight from the packed weight.
+# FEW_ROWS: up to this many rows, in a call without a gradient, the base layer computes the product with the base weight.
+# bitsandbytes, and enable(matmul="auto"), can multiply few rows straight from the packed weight.
 FEW_ROWS = 128
 # Supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
@@ -47,7 +47,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
     """Return A, B, dropout and scaling of each active adapter, or the Reason why peft's forward has to run.
 
     Args:
-        hooked: refuse modules with hooks.
+        hooked: return a Reason if one of the modules has hooks.
     """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
     modules = layer._modules  # a direct lookup, faster than the module's __getattr__
@@ -64,9 +64,9 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
             if type(part) not in kinds or (hooked and is_called_otherwise(part)):
                 return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
-        if not {type(a), type(b)} <= PLAIN:  # FSDP1 replaces parameters by views, which are plain tensors
+        if not {type(a), type(b)} <= PLAIN:  # plain tensors are allowed, because FSDP1 replaces parameters by views
             return Reason.LORA_HOOKED
-        # peft multiplies in the dtype of x, or multiplies in fp32 and rounds the result to the dtype of x.
+        # Two cases are supported: peft multiplies in the dtype of x, or in fp32 and then rounds the result to the dtype of x.
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
         if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
             return Reason.LORA_DTYPES
@@ -75,10 +75,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether layer and base are exactly peft's and bitsandbytes' classes.
+    """Return whether ``layer`` has peft's own class, and ``base`` bitsandbytes' own class and forward.
 
     Args:
-        hooked: also require that no hook runs in a call.
+        hooked: also require that a call of ``base`` runs no hook.
     """
     library = sys.modules["bitsandbytes.nn.modules"]
     return (
@@ -93,11 +93,12 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtype of the product with the base weight, and the dtype that the weight is decoded to.
 
     The product has the dtype of autocast, or of x. The weight is decoded to the layer's compute dtype, as in bitsandbytes'
-    forward. That may be the other 16-bit dtype, because transformers reads the compute dtype of a packed checkpoint from the
-    checkpoint.
+    forward. One of the two dtypes may be fp16 and the other bf16, because transformers reads the compute dtype of a packed
+    checkpoint from the checkpoint.
 
     Returns:
-        None if peft would add LoRA to a base product of another precision. One function would round that sum differently.
+        The two dtypes, or None in two cases. Either a dtype is not supported. Or, without autocast, exactly one of the two dtypes
+        is fp32: then peft rounds the sum of LoRA and the base product differently than one function would.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -144,7 +145,7 @@ def run(
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    is_cast = x.dtype is not dtype  # by autocast; peft then adds LoRA to the base product in fp32
+    is_cast = x.dtype is not dtype  # if autocast casts x, peft adds LoRA to the base product in fp32
     summed = FP32 if is_cast else dtype
     products: list[Adapter] = []
     tensors: list[Any] = []
@@ -160,7 +161,7 @@ def run(
         kind = WideFactors if wide and supports(z, a, out_features) else Factors
         is_x = not (dropped or is_cast)
         products.append((kind, scale, is_x))
-        # Pass x only once, because compiled autograd cannot add a gradient to None.
+        # If z is x, None is passed for z. If x were passed twice, compiled autograd would have to add a gradient to None.
         tensors += None if is_x else z, a, b
     later, bias = None, base.bias
     if bias is not None:
@@ -177,7 +178,8 @@ def run(
     return result
 
 
-# If Dynamo skips the frame of a layer (bf16 on a T4), it would compile ``run`` piece by piece.
+# Dynamo must not compile ``run`` by itself. On a T4, Dynamo skips the frame of a layer that uses bf16, and would then compile the
+# functions that the layer calls.
 context.keep_dynamo_out(run)
 
 
@@ -198,7 +200,7 @@ def linear(target: Target, original: Function) -> Function:
             return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, decoded: torch.dtype, dtype: torch.dtype) -> Tensor:
-        traced = context.is_compiling()  # compiled autograd traces the patched dequantize_4bit below as one op
+        traced = context.is_compiling()  # compiled autograd then traces the patched dequantize_4bit below as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
@@ -248,7 +250,7 @@ def linear(target: Target, original: Function) -> Function:
         decisions, earlier = found
         if isinstance(earlier, Reason):
             return earlier
-        decisions.append(Reason.INTERNAL_ERROR)  # stays if ``decide`` raises
+        decisions.append(Reason.INTERNAL_ERROR)  # remains the recorded decision if ``decide`` raises
         result = decide(self, x, args, kwargs, earlier is True)
         decisions[-1] = result if isinstance(result, Reason) else True
         return result
@@ -257,7 +259,7 @@ def linear(target: Target, original: Function) -> Function:
         """Make the decision for ``prepare``.
 
         Args:
-            again: this is the recompute of a forward that ran ``run``, so ignore hooks and modes that are new.
+            again: this is the recompute of a forward that ran ``run``. Ignore hooks and modes, which may be new.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):
@@ -270,7 +272,7 @@ def linear(target: Target, original: Function) -> Function:
         if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
         packed, bias = base.weight, base.bias
-        state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight is a plain parameter
+        state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight has no quant_state
         shape = tuple(getattr(state, "shape", ()))
         dtypes = dtypes_of(base, x)
         plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
@@ -280,7 +282,7 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
-            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # right only on the CPU
+            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # a layout for CPU kernels only
             (Reason.MIXED_DEVICES, x.device != packed.device),
             (Reason.TENSOR_SUBCLASS, not (plain and (type(packed) in PLAIN or returns_tensors(type(packed))))),
             (Reason.LORA_DTYPES, dtypes is None),
@@ -297,7 +299,8 @@ def linear(target: Target, original: Function) -> Function:
         if cache.auto is not None:
             cache.auto.observe(x)
         dtype, decoded = dtypes  # type: ignore[misc]
-        # ``replacement_of`` calls ``run`` outside of its error handling: a checkpoint's hooks end the recompute by an exception.
+        # ``run`` is returned instead of called, so that ``replacement_of`` calls it outside of its error handling. A checkpoint's
+        # hooks end the recompute with an exception, which is not an error.
         return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
     return replacement_of(target, original, dequantizer.fallbacks, prepare, traced)

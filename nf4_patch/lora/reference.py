@@ -1,6 +1,7 @@
-"""The result of each kernel in kernels.py, in plain PyTorch. Tests compare with it.
+"""Reference functions in plain PyTorch for the kernels in kernels.py. Tests compare the kernels with them.
 
-The arguments are those of launch.py. ``dtype`` is the dtype that is computed in: fp64, for the exact result.
+The arguments are those of the functions in launch.py, plus ``dtype``, in which the result is computed. The default is fp64, so that
+the result is practically exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """PTX that decodes NF4 with byte permutes (prmt) instead of a table in memory.
 
-A block's 16 possible weights are rounded first. Four registers hold their low bytes, and four hold their high bytes. A nibble's
-three low bits select one of eight bytes, and its highest bit selects between two such results. The cost is 2.6 instructions
-per weight, plus 2 for each of the 16 possible weights.
+First the 16 possible weights of a block are rounded to 16 bits. Four registers hold their low bytes, and four hold their high
+bytes. A nibble is the index of one of the 16 weights. Its three low bits select a byte of weights 0 to 7 and a byte of weights 8 to
+15. Its highest bit selects one of these two bytes. The cost is 2.6 instructions per weight, plus 2 for each of the 16 possible
+weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Choose the config of a matmul: from the shipped table, or by a measurement at the first use of a size on this GPU.
 
-The result of a measurement is saved in Triton's cache folder. Within a process, the first answer for a size stands.
+The result of a measurement is saved in Triton's cache folder. Within a process, the choice for a size never changes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from .tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 
 logger = logging.getLogger("nf4_patch")
 
-LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # the last number of rows of each range; a range shares one measurement
+# One measurement serves a range of row counts: 1, 2, 3 to 4, 5 to 8 and so on. LAST_ROWS holds the largest count of each range.
+LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 FILE = "nf4_patch_matmul.json"
 
 
 _configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # by device, m, n, k
-measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, last rows of the range, n, k
+measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, largest row count of the range, n, k
 _choosing = threading.Lock()
 
 
 class Thread(threading.local):
     """State of one thread."""
 
-    measures = False  # a measurement runs in it
+    measures = False  # whether a measurement runs in this thread
 
 
 _thread = Thread()
@@ -56,7 +57,8 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
         return None
     size = device, m, n, k
     if size not in _configs:
-        if _thread.measures:  # a function that is being timed calls another function that the option replaces
+        # A function that a measurement times may call another function that the option replaces. The original of the latter runs.
+        if _thread.measures:
             return None
         with _choosing:
             if size not in _configs:
@@ -97,7 +99,7 @@ def measured_apart(*arguments: Any) -> Measurement | None:
     with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
         try:
             return pool.submit(measure, *arguments).result()
-        except (runtime.KernelUnavailable, torch.cuda.OutOfMemoryError):  # the original may run all the same
+        except (runtime.KernelUnavailable, torch.cuda.OutOfMemoryError):  # the caller's own matmul may still succeed
             return None
 
 
@@ -107,13 +109,13 @@ def has_table(capability: tuple[int, int]) -> bool:
 
 
 def can_measure() -> bool:
-    """Return whether this thread is in no capture, no trace, no dispatch mode and no backward."""
+    """Return whether a measurement is possible now: outside of captures, traces, dispatch modes and backwards."""
     tracing = torch.compiler.is_compiling() or runtime.is_capturing()
     return not (tracing or modes_active() or backward_in_progress() != -1)
 
 
 def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
-    """Return the configs to measure: the choice of the shipped table, as on an H100, and the config meant for a T4."""
+    """Return the configs to measure on a GPU without a shipped table: the config for an H100, and the config for a T4."""
     tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
     found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
     return list(dict.fromkeys(config for config in found if config is not None))
@@ -166,16 +168,16 @@ class SavedMeasurement:
 
 
 def size_in_words(device: int, last: int, n: int, k: int) -> str:
-    """Return a measured size as text. ``last`` is the last number of rows of its range."""
+    """Return a measured size as text. ``last`` is the largest number of rows that the measurement applies to."""
     return f"GPU {device}, up to {last} rows x {n}x{k}"
 
 
 def outcome(found: Measurement) -> str:
-    """Return what runs, and the times that decided, as text."""
+    """Return as text whether the fused matmul or the original runs, and the measured times."""
     times = ", ".join(f"{name} {us:.1f} us" for name, us in found.us.items())
     return f"{'the fused matmul' if found.config else 'the original'} runs ({times})"
 
 
 def report() -> dict[str, str]:
-    """Return the outcome of each size that was measured or read from disk in this process, by its size as text."""
+    """Return the outcome for each size that was measured or read from disk in this process. The keys are the sizes as text."""
     return {size_in_words(*key): outcome(found) for key, found in list(measurements.items())}

@@ -55,12 +55,16 @@ def config_for(
 
 
 def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
-    """Return whether an [n, k] weight has at least the number of elements that ``least`` requires for ``m`` rows."""
+    """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
+
+    Args:
+        least: minimum numbers of elements, by the number of rows above which each applies.
+    """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
 def supports(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> bool:
-    """Return whether the kernel supports these operands. The weight has passed its guards."""
+    """Return whether the kernel supports these operands. The caller has already checked the weight with ``guards.why_not``."""
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
@@ -83,9 +87,10 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 class MatmulLaunch:
-    """The launch of one weight with one shape of x, resolved once: addresses, sizes and kernels as plain integers.
+    """The compiled kernels, addresses and sizes for multiplying one shape of x by one weight.
 
-    A launch keeps no tensor alive. It is valid for as long as the weight's fingerprint and the bias's address stay the same.
+    Addresses are plain integers, so a launch keeps no tensor alive. A launch is valid for as long as the weight's fingerprint and
+    the bias's address stay the same.
 
     Args:
         kernel: compiled for operands like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N] in x's dtype.
@@ -97,12 +102,13 @@ class MatmulLaunch:
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
-        spare = (operands[2] if bias is None else bias).data_ptr()  # not read without a bias
+        spare = (operands[2] if bias is None else bias).data_ptr()  # without a bias, any address, which is not read
         # The kernels load 16 bytes at a time. A weight that is not 16-byte aligned is copied first.
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
             words = torch.empty(8, dtype=torch.int32, device=x.device)
-            # The source is 4-byte aligned, and the target is 16-byte aligned.
+            # Triton compiles the kernel for the alignment of these example arguments. The source, the weight, is aligned to 4 bytes
+            # only, like words[1:]. The target of the copy is aligned to 16 bytes, like words.
             arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}
             with runtime.on_device(x.device):
                 self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, x.device)
@@ -165,7 +171,7 @@ def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, co
     deterministic, because sums across warps and parts of K are added in a fixed order. The caller has checked :func:`supports`.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     n, k = weight.shape
     m = x.numel() // k

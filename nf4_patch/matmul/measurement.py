@@ -27,8 +27,10 @@ logger = logging.getLogger("nf4_patch")
 Call = Callable[[], Any]
 ROUNDS = 9
 MARGIN = 0.03  # the fused matmul has to be faster by this fraction
-SLACK = 1.01  # tolerance of errors against fp64 for the order of additions
-HEAD_START = 5_000_000  # GPU cycles, about 3 ms, in which the host enqueues a whole round
+# SLACK: the kernel's error against fp64 may be this many times the error of dequantize + matmul. The two errors differ a little,
+# because the kernel adds in a different order.
+SLACK = 1.01
+HEAD_START = 5_000_000  # GPU cycles, about 3 ms, that the GPU sleeps while the host enqueues a whole round
 DEQUANTIZE = "dequantize + matmul"
 
 
@@ -36,14 +38,14 @@ class Measurement(NamedTuple):
     """The result of a measurement: the config that won, and the times that decided."""
 
     config: SmallMConfig | None  # None if the fused matmul is not faster
-    us: Mapping[str, float]  # median GPU time in us, by what was timed
+    us: Mapping[str, float]  # median GPU time in us, by the name of the timed function
 
 
 class Rival(NamedTuple):
     """A library's function that the fused matmul has to beat."""
 
     rows: int  # the most rows that the function multiplies
-    call: Callable[..., Any]  # with the original function, x [m, k], the PackedWeight and its QuantState
+    call: Callable[..., Any]  # its arguments are the original function, x [m, k], the PackedWeight and its QuantState
 
 
 def rows_of_tokens(original: Callable[..., Any], x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
@@ -69,7 +71,10 @@ RIVALS: Mapping[str, Rival] = {
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
-    """Return, by name, the libraries' own functions for ``m`` rows that the fused matmul replaces in this process."""
+    """Return the libraries' functions that the fused matmul replaces in this process, by name.
+
+    Leave out functions that cannot multiply ``m`` rows.
+    """
     entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
     return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
 
@@ -80,17 +85,18 @@ def measure(
 ) -> Measurement | None:  # fmt: skip
     """Check the configs for x [last, k] and a weight [n, k], and time them against the originals.
 
-    A config wins if its median time for the last rows is below every time of the originals, for the first and for the last rows
-    of the range. More rows never take less time, so the config also wins for the rows between them.
+    The result applies to a range of row counts, ``first`` to ``last``. The configs multiply ``last`` rows. The originals, and
+    dequantize + matmul, multiply ``first`` rows and ``last`` rows. A config wins if its median time is below every single one of
+    their times. A matmul of more rows never takes less time, so the config also wins for all row counts in the range.
 
     Returns:
-        None if the GPU has too little free memory, the host was too slow to time anything, or no config is right.
+        None if the GPU has too little free memory, the host was too slow to time anything, or no config gives right results.
 
     Raises:
         KernelUnavailable: the dequantization kernel cannot be compiled.
     """
     with runtime.on_device(device), torch.no_grad():
-        torch.cuda.synchronize()  # kernels that still run in other streams would be timed too
+        torch.cuda.synchronize()  # wait for kernels in other streams, which would be timed too
         cache_size = torch.cuda.get_device_properties(device).L2_cache_size
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < 8 * n * k + 8 * cache_size:
@@ -127,9 +133,13 @@ def measure(
 
 
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
-    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all other names.
+    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all names outside ``ours``.
 
-    It is clearly faster if its median is below every single time of the others, by more than ``MARGIN``.
+    Clearly faster means that the median is below every single time of the names outside ``ours``, by more than ``MARGIN``.
+
+    Args:
+        times: all measured times, by the name of what was timed.
+        ours: the names of the configs of the fused matmul.
     """
     medians = {name: statistics.median(times[name]) for name in ours}
     best = min(medians, key=lambda name: medians[name], default="")
@@ -138,7 +148,10 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 
 
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
-    """Return a nested NF4 weight [n, k] and x [m, k], in bf16, or fp16 before sm_80. The default random state stays untouched."""
+    """Return a random nested NF4 weight [n, k] and a random x [m, k], in bf16, or in fp16 before sm_80.
+
+    PyTorch's default random generator is not used, so that a measurement does not change the user's random numbers.
+    """
     where = torch.device("cuda", device)
     dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
     generator = torch.Generator(where).manual_seed(0)
@@ -168,9 +181,10 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
     """Check a compiled config. Return the failure, or "" if its results are right.
 
     One-hot rows have to return columns of the dequantized weight. For ``x``, the error against fp64 must not exceed the error
-    of a matmul with the dequantized weight.
+    of a matmul with the dequantized weight, times SLACK.
 
     Args:
+        product: the compiled config. It takes x and an output tensor.
         dense: the dequantized weight [n, k].
         truth: x @ dense.T in fp64, [m, n].
     """

@@ -16,19 +16,24 @@ from .tuning import TILE_COUNTS, SmallMConfig
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # elements that a program of the split-K sum adds
+BLOCK = 1024  # elements that a program of sum_split_k_kernel computes
 
 
 class SmallMPlan(NamedTuple):
-    """How a config divides the work of one size on one GPU."""
+    """How a config divides the work of one size on one GPU.
 
-    sm_partitions: int  # even parts of the weight's rows, one per multiprocessor and part of K
-    ctas: int  # CTAs in the grid; all CTAs of a partition run on one multiprocessor
-    warps: int  # per CTA
-    split_k: int  # even parts of K, whose sums a second launch adds
+    The rows of the weight are split evenly into ``sm_partitions`` partitions, one for each multiprocessor. With ``split_k`` > 1, K
+    is split evenly too, and each part of K has its own multiprocessors. All CTAs of a partition are meant to run on one
+    multiprocessor, so their indices in the grid are ``sm_partitions`` apart.
+    """
+
+    sm_partitions: int  # partitions of the weight's rows
+    ctas: int  # CTAs in the whole grid
+    warps: int  # warps per CTA
+    split_k: int  # parts of K; a second launch adds the sums of the parts
     ptx: str
-    dependent: bool = False  # may start before the previous kernel ends
-    registers: int | None = None  # maximum per thread; with None, ptxas decides
+    dependent: bool = False  # programmatic dependent launch: the kernel may start before the previous kernel ends
+    registers: int | None = None  # maximum number of registers per thread; with None, ptxas decides
 
 
 def plan(
@@ -41,10 +46,10 @@ def plan(
     Args:
         half: True if x is fp16, False if bf16.
         offset: the dtype of the weight's offset, None for a flat weight.
-        step: the weight's ``step()``.
-        adapter: of the LoRA adapter that the kernel adds.
+        step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
+        adapter: the layout of the LoRA adapter that the kernel adds.
     """
-    if step < 32:  # 128 bits of a lane would span two steps, and rows are only 8-byte aligned
+    if step < 32:  # the 32 weights of a 128-bit load would have two scales, and rows are aligned to 8 bytes only
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
     chunks = -(-k // 256)
@@ -57,10 +62,11 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability, adapter
     )  # fmt: skip
-    # an older driver may run a dependent launch, but fail to capture it in a CUDA graph
+    # The driver is checked, because an older driver may run a dependent launch, but fail to capture it in a CUDA graph.
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
-    # By itself, ptxas uses only 168 to 177. 24 rows, 14336x4096: 33.4 -> 25.6 us (H200, triton 3.6.0).
+    # 255 registers per thread are allowed, because ptxas uses only 168 to 177 by itself. 24 rows, 14336x4096, take 25.6 us with the
+    # limit of 255, and 33.4 us without it (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
     if adapter is not None:  # its registers must not keep a second CTA from the multiprocessor
         registers = min(255, 2048 // (warps * config.ctas_per_sm))
@@ -80,7 +86,8 @@ class SmallMKernel:
         self.grid, self.part_numel = division.ctas, division.split_k * m * n
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
-        # Stand-ins for the tensors allocated per call. Their address 0 is 16-byte aligned, as the real addresses will be.
+        # Empty tensors stand in for the tensors that each call allocates. Triton compiles for their address 0, which is 16-byte
+        # aligned like the later addresses.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

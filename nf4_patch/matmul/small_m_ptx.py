@@ -1,20 +1,21 @@
-"""Inline PTX of the fused matmul for few rows of X: the source of a CTA for a given config.
+"""Generate the inline PTX of the fused matmul for few rows of X: the code of one CTA for a given config.
 
 ``out[M, N] = X[M, K] @ weight[N, K].T``. In ``mma.sync.m16n8k16``, a warp's A operands are 16-row tiles of the weight, and its
 B operands are 8-row tiles of X. Accumulators are fp32. No matrix operand goes through shared memory.
 
-* K is processed in chunks of 256 elements, which are 128 bytes of a packed row. A lane loads 64 or 128 bits of each of its
-  rows. The mma's K order is permuted in the same way for A and B, so that the bytes a lane loads *are* its fragment.
-* A whole byte is decoded at once: shared memory holds 256 entries of two fp32 codes. One ``dp4a`` computes the address
-  (byte * 128 + lane), and one 64-bit load reads the entry. code * scale is then rounded once and packed, which is
-  bit-identical to dequantize.
-* On Hopper and newer, a warp with two tiles decodes rows g + 8 with byte permutes instead (byte_permutes.py), because the
-  arithmetic units are not fully used.
+* A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. A lane loads 64 or 128 bits of each of its
+  rows at a time. These bytes are exactly the lane's fragment of the mma, because A and B use the same permutation of K.
+* Two weights (one byte) are decoded at once. A table in shared memory has an entry of two fp32 codes for each of the 256 bytes. One
+  ``dp4a`` computes the address of the entry (byte * 128 + lane), and one 64-bit load reads the entry. Each code * scale is rounded
+  once, so the weights are bit-identical to those of dequantize.
+* On Hopper and newer, a warp with two tiles uses the table for one half of its rows only. It decodes the other half with byte
+  permutes (byte_permutes.py), because the arithmetic units have time left.
 * The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
 * As soon as a group of words is decoded, the same group of the next chunk is loaded into the same registers.
 
-Bottlenecks (H200, ncu): up to 16 rows, without permutes, the L1 data pipe. It takes 200 cycles per warp for 16 rows x 256,
-128 of them for lookups. From 32 rows upwards, the latency of X, which uses the same pipe after the weight.
+Bottlenecks (H200, ncu). Up to 16 rows of X, without byte permutes, the limit is the L1 data pipe. A warp needs 200 cycles of it for
+16 rows x 256 elements of the weight, 128 of them for table lookups. From 32 rows upwards, the limit is the latency of loads of X,
+which wait in the same pipe behind those of the weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from . import byte_permutes
 from .byte_permutes import vector
 from .tuning import SmallMConfig
 
-# 256 entries x 16 copies x 8 B. A 64-bit shared load serves 16 lanes per cycle, so each lane has its own copy.
+# TABLE_BYTES: 16 copies of a table with 256 entries of 8 bytes. Shared memory serves 16 lanes per cycle with 64-bit loads, so each
+# of these lanes reads its own copy.
 TABLE_BYTES = 32768
 SUM_BYTES = 8192  # partial sums; with the table and code2 still under 48 KiB, the limit without an opt-in
 SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256  # for sums and an adapter, beside the table, code2, codes and barriers
@@ -37,22 +39,22 @@ SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256  # for sums and an adapter, besi
 class Dialect(NamedTuple):
     """PTX differences between GPU generations."""
 
-    mma_k: int  # K of one mma; sm_75 needs two mma for the same fragments
-    packed_convert: bool  # one instruction rounds and packs two fp32
+    mma_k: int  # K of one mma; with 8, on sm_75, two mma take the fragments of one mma with 16
+    packed_convert: bool  # one instruction rounds two fp32 numbers and packs them
     wait: str  # instruction that waits for an mbarrier; "" if the CTA uses bar.sync instead
-    hopper: bool = False  # dependent launches; byte permutes for half the rows of two tiles
+    hopper: bool = False  # use dependent launches, and byte permutes for half the rows of a warp with two tiles
 
 
 DIALECTS = {
     (7, 5): Dialect(8, False, ""),  # fp16 only
-    (8, 0): Dialect(16, True, "mbarrier.test_wait.parity.shared.b64"),  # spins
-    (9, 0): Dialect(16, True, "mbarrier.try_wait.parity.shared.b64", True),  # may suspend the warp
+    (8, 0): Dialect(16, True, "mbarrier.test_wait.parity.shared.b64"),  # a waiting warp spins
+    (9, 0): Dialect(16, True, "mbarrier.try_wait.parity.shared.b64", True),  # a waiting warp may be suspended
 }
 
 OFFSETS = {
     "f32": "ld.global.f32 offset, [$7];",
     "f16": "ld.global.b16 high, [$7]; cvt.f32.f16 offset, high;",
-    "bf16": "ld.global.b16 high, [$7]; mov.b16 low, 0; mov.b32 offset, {low, high};",  # cvt.f32.bf16 needs sm_90
+    "bf16": "ld.global.b16 high, [$7]; mov.b16 low, 0; mov.b32 offset, {low, high};",  # cvt for bf16 needs sm_90
 }
 
 
@@ -89,7 +91,7 @@ class AdapterLayout(NamedTuple):
 
 @dataclass
 class Cta:
-    """Generates the source of a CTA from these constants."""
+    """Generator of the PTX of one CTA. The fields are constants of the PTX."""
 
     config: SmallMConfig
     n_tiles: int  # 8-row tiles of X
@@ -109,14 +111,14 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # rows of the weight per lane
-        # Permutes are faster with two tiles per warp, but not with one: 8 rows, 4096x14336: 20.1 -> 18.2 us; 64 rows,
-        # 14336x4096: 42.3 -> 39.2 us (H200, triton 3.6.0).
+        # Byte permutes are used with two tiles per warp, because they are faster: 8 rows, 4096x14336, take 18.2 us instead of 20.1,
+        # and 64 rows, 14336x4096, take 39.2 us instead of 42.3 (H200, triton 3.6.0). With one tile they are not faster.
         self.permutes = self.dialect.hopper and self.tiles > 1
-        # Per lane and row, a chunk has ``groups`` groups of ``words`` words. Group b has one scale: the scale of step
-        # b * group_steps + lane_step.
+        # Of each of its rows, a lane loads ``groups`` groups of ``words`` 32-bit words per chunk. K is divided into steps, which
+        # are ``step`` elements with one scale. Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
-        lanes = self.step // (8 * self.words)  # lanes that share a step
+        lanes = self.step // (8 * self.words)  # number of lanes whose words belong to the same step
         self.lane_step = "mov.u32 {}, 0;" if lanes == 4 else f"shr.u32 {{}}, t, {log2(lanes)};"
         self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
@@ -129,8 +131,9 @@ class Cta:
 
     def source(self) -> str:
         self.declare()
-        # A dependent launch saves 0.6 us at 1 to 8 rows. With two CTAs per multiprocessor it costs up to 14 us. With a second
-        # launch that adds the sums, it costs 0.2 us on three sizes of four (H200, triton 3.6.0).
+        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k. It then saves 0.6 us at 1
+        # to 8 rows. With two CTAs per multiprocessor, a call would take up to 14 us longer. With split_k, a call would take 0.2 us
+        # longer on three sizes of four (H200, triton 3.6.0).
         if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
@@ -174,9 +177,9 @@ class Cta:
                 e(f".reg .f32 wide<{2 * fragments}>;")
 
     def partition(self) -> None:
-        """Compute this warp's rows of the weight and chunks of K."""
+        """Compute which rows of the weight and which chunks of K this warp has. Start to load code, code2 and offset."""
         e, rows = self.emit, 8 * self.rows * self.warps_n
-        # lane (g, t) has rows g and g + 8 of a tile of the weight, and row g of a tile of X
+        # g is lane / 4, and t is lane % 4. A lane has rows g and g + 8 of each tile of the weight, and row g of each tile of X.
         e("mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 g, lane, 2; and.b32 t, lane, 3;")
         e(f"shr.u32 u, tid, 5; and.b32 wk, u, {self.warps_k - 1}; shr.u32 wn, u, {log2(self.warps_k)};")
         e("and.b32 u, lane, 15; mul.wide.u32 d, u, 4; add.u64 d, $4, d; ld.global.f32 f, [d];")
@@ -186,8 +189,8 @@ class Cta:
         if self.offset:
             e(OFFSETS[self.offset])
         e(f"sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; mul.lo.u32 rowbytes, $12, {self.step // 2};")
-        # Row groups [attile, end). CTAs i, i + $15, i + 2 $15, ... run on one multiprocessor, so they share the i-th of $15
-        # even partitions.
+        # This CTA has row groups attile to end - 1. All row groups are split evenly into $15 partitions. CTAs i, i + $15,
+        # i + 2 * $15, ... share partition i, because the GPU normally places them on one multiprocessor.
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
         e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
         e("div.u32 split, v, row; rem.u32 v, v, row;")
@@ -197,7 +200,7 @@ class Cta:
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
-        # This warp has the chunks first, first + warps_k, ... < stop. Every warp runs `per` iterations per row group.
+        # This warp has the chunks first, first + warps_k, and so on below stop. Every warp runs ``per`` iterations per row group.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
@@ -225,7 +228,11 @@ class Cta:
                 self.load_x(b)
 
     def fill_tables(self) -> None:
-        """Fill the table, one entry per half warp at a time, high nibble first, and code2, while the first loads are in flight."""
+        """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
+
+        Each half warp writes one entry of the table at a time, in 16 copies. An entry holds the codes of a byte's two nibbles, that
+        of the high nibble first.
+        """
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
@@ -334,11 +341,11 @@ class Cta:
         e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
-        """Return the offsets of a thread's entries of code2: tid, tid + threads per CTA, ..."""
+        """Return the offsets from tid of the entries of code2 that a thread loads. There are none for a flat weight."""
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
-        """Multiply the chunk in register set ``k``, and load a later chunk into the same registers meanwhile."""
+        """Multiply the chunk of K in register set ``k``. Meanwhile, load a later chunk into the same registers."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
         if self.adapter:
@@ -349,7 +356,7 @@ class Cta:
             self.find_x()
             self.load_x(0)
         for i in range(self.scales):
-            if self.offset:  # two roundings, never an FMA
+            if self.offset:  # product and sum are rounded separately, as in dequantize, so an FMA is not used
                 e(f"mov.u32 v, scales; mad.lo.u32 v, q{k}_{i}, 4, v; ld.shared.f32 f, [v];")
                 e(f"mul.rn.f32 f, f, am{k}_{i}; add.rn.f32 own{i}, f, offset;")
             else:
@@ -369,7 +376,10 @@ class Cta:
             self.fetch_words(k, b)
 
     def decode(self, k: int, b: int) -> None:
-        """Decode group b of a chunk into A: 4 registers, rows g and g + 8 at the mma's low K, then at its high K."""
+        """Decode group b of a chunk into the A operands of the mma.
+
+        An A operand has four registers: rows g and g + 8 in the lower half of the mma's K, then the same rows in the upper half.
+        """
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
         e(f"add.u32 v, column, {lane};")
@@ -382,7 +392,7 @@ class Cta:
             decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
 
     def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode a row's words of a group with the table, into registers of two weights each."""
+        """Decode the words of one row and one group with the table. Each register gets two weights."""
         for j, register in enumerate(registers):
             self.emit(
                 f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
@@ -395,7 +405,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode like ``look_up``, but with byte permutes: as many instructions, and no access to the table."""
+        """Decode like ``look_up``, but with byte permutes. They take as many instructions, but do not read the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
@@ -404,7 +414,7 @@ class Cta:
     def multiply(self, b: int) -> None:
         words, depth = self.words, self.dialect.mma_k
         mma = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{self.name}.{self.name}.f32"
-        for j in range(0, 4 * words, depth // 8):  # pairs of registers of A, single ones of B
+        for j in range(0, 4 * words, depth // 8):  # j counts registers of B, and pairs of registers of A
             for n in range(self.n_tiles):
                 for i in range(self.tiles):
                     c = vector("acc", 4 * (self.tiles * n + i), 4)
@@ -412,14 +422,16 @@ class Cta:
                     self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
     def epilogue(self, k: int) -> None:
-        """After the last chunk of a row group, add up the warps' sums, store the result and start the next group."""
+        """Start the next chunk. After the last chunk of a row group, first add up the warps' sums and store the result."""
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         if self.adapter:
             self.add_lora(k)
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
-            for i in range(self.registers):  # register 2 (rows n + i) + k is row 8 i of the weight, row 8 n + k of X
+            # Accumulator 2 * (rows * n + i) + k belongs to row 8 * i of the weight and row 8 * n + k of X, counted from this lane's
+            # first rows.
+            for i in range(self.registers):
                 self.store(f"acc{i}", 8 * (i // 2 % rows), 8 * (i // 2 // rows) + i % 2)
         else:
             e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf;")
@@ -435,11 +447,12 @@ class Cta:
         self.emit(" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(self.registers)))
 
     def add_up(self, k: int, r: int) -> None:
-        """Add up registers r to r + together of all warps along K. Warp i % warps_k adds register i.
+        """Add up accumulators r to r + together - 1 of the warps that split K. Warp i % warps_k adds accumulator i.
 
-        The warps exchange partial sums in sums[wn][wk][register][lane], with two mbarriers instead of bar.sync. A warp that adds
-        nothing now stores its part, arrives at ``full`` and continues. It only waits at ``free`` for the previous sums to be
-        read. 22.0 -> 18.9 us at 8 rows, 14336x4096 (H200).
+        The warps exchange their partial sums in shared memory, in sums[wn][wk][accumulator][lane]. Two mbarriers replace bar.sync,
+        so that a warp without an accumulator to add need not wait for the others. It stores its partial sums, arrives at ``full``
+        and continues. It waits only at ``free``, until the previous partial sums have been read. With mbarriers, 8 rows,
+        14336x4096, take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -463,20 +476,27 @@ class Cta:
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """Arrive at a barrier: ``full`` after storing this warp's partial sums, ``free`` after reading the sums to add."""
+        """Return the PTX that arrives at a barrier.
+
+        A warp arrives at ``full`` after it stored its partial sums, and at ``free`` after it read the partial sums that it adds.
+        """
         if self.dialect.wait:
-            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the other lanes' stores.
+            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the stores of the other lanes
+            # as races.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
     def wait_for(self, barrier: str, phase: str, label: str) -> str:
-        """Wait until all warps have arrived at a barrier."""
+        """Return the PTX that waits until all warps have arrived at a barrier, ``full`` or ``free``."""
         if self.dialect.wait:
             return f"{label}: {self.dialect.wait} p, [{barrier}], {phase}; @!p bra {label};"
         return "bar.sync 0;" if barrier == "free" else ""
 
     def compute_addresses(self) -> None:
-        """Compute the addresses of the next fetch (8 * rows rows of the weight, one chunk) and its predicate ``there``."""
+        """Compute the addresses of the next fetch, which is one chunk of 8 * ``rows`` rows of the weight.
+
+        Also set the predicate ``there``, which says whether there is such a chunk.
+        """
         e, rows = self.emit, self.rows
         e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
         e("setp.lt.and.u32 there, sub, stop, there;")
@@ -501,7 +521,7 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """Set the predicates name<b>: whether this lane's words of group b are within K."""
+        """Set a predicate name<b> for each group b: whether this lane's words of the group are within K."""
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
             self.emit(
@@ -518,7 +538,7 @@ class Cta:
         e = self.emit
         for i in range(self.scales):
             scaled = f"scaled{i // self.rows}"
-            if self.tail:  # otherwise a lane past K would use values that it never loaded
+            if self.tail:  # a lane past K loads nothing below, so its registers need values
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.offset:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @{scaled} ld.global.u8 q{k}_{i}, [d];")
@@ -533,7 +553,7 @@ class Cta:
         e(f"mul.wide.u32 wide, $12, {2 * self.step};")
         if self.tail:
             self.within_k("in")
-        for n in range(self.n_tiles):  # a row past M reads the last row of X; its sums are not stored
+        for n in range(self.n_tiles):  # rows past M are read as the last row of X, and their sums are not stored
             e(f"add.u32 u, g, {8 * n}; min.u32 u, u, lastm; cvt.u64.u32 d, u; mad.lo.u64 x{n}, d, wide, base;")
 
     def load_x(self, b: int) -> None:

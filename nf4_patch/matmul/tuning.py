@@ -15,9 +15,10 @@ class SmallMConfig(NamedTuple):
     tiles: int  # 16-row tiles of the weight per warp
     warps_n: int  # warps of a CTA along the rows of the weight, a power of two
     warps_k: int  # warps of a CTA along K, a power of two
-    load_128bit: bool  # load the packed weight in 128 bits, not 64: half its L1 cycles, twice the L1 cycles of X
+    # 128-bit loads of the packed weight, instead of 64-bit loads. They halve the L1 cycles for the weight, and double those for X.
+    load_128bit: bool
     ctas_per_sm: int
-    prefetch_depth: int = 1  # chunks in flight per warp, each with a set of registers
+    prefetch_depth: int = 1  # chunks of K that a warp loads at the same time, each into its own registers
     split_k: bool = False  # split K over CTAs if the rows alone do not fill the GPU; a second launch adds the sums
 
     @property
@@ -32,33 +33,41 @@ class SmallMConfig(NamedTuple):
 
 
 class SmallMRow(NamedTuple):
-    """The limits within which a config is used: capability, most rows of X, largest K, smallest N."""
+    """A table row: a config, and the limits within which it is used."""
 
     capability: tuple[int, int]
-    max_m: int
+    max_m: int  # most rows of X
     max_k: int
     min_n: int
     config: SmallMConfig
 
 
-# Smaller weights are faster with dequantize + matmul: above 16 rows, weights below 2^21 elements; above 32 rows, also weights
-# below 2^24 elements that are not 16-byte aligned or have a scale every 16 elements.
-# us at 64 rows, fused / dequantize + matmul: 256x2048 8.9 / 6.9, 1024x4096 unaligned 11.1 / 10.2, 1024x4112 11.2 / 10.2;
-# 1024x4096 8.8 / 9.8, 4096x4096 unaligned 20.7 / 21.0 (H200).
-MIN_ELEMENTS = {16: 2**21}  # minimum by the rows above which it applies
+# Weights with fewer elements than these minima are not multiplied by the fused matmul, because dequantize + matmul is faster. Each
+# minimum is given by the number of rows above which it applies. The second minimum applies to weights that are not 16-byte aligned
+# or have a scale every 16 elements.
+# Times at 64 rows in us: first of the fused matmul, then of dequantize + matmul (H200).
+#   256x2048               8.9    6.9   below MIN_ELEMENTS
+#   1024x4096              8.8    9.8
+#   1024x4096, unaligned  11.1   10.2   below MIN_ELEMENTS_UNALIGNED
+#   1024x4112             11.2   10.2   below MIN_ELEMENTS_UNALIGNED (a scale every 16 elements)
+#   4096x4096, unaligned  20.7   21.0
+MIN_ELEMENTS = {16: 2**21}
 MIN_ELEMENTS_UNALIGNED = {32: 2**24}
 
-# The first row that fits is used. Among rows with the same limits, it is the row that keeps the most multiprocessors busy, or
-# the first of several such rows. If no row fits, the caller dequantizes and multiplies.
-# us per call, CUDA graph over weights that overflow the L2 cache (H200, torch 2.11, triton 3.6.0, bf16):
-#                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
-#   M = 1 / 8      15.8 / 16.8    17.6 / 18.2    6.3 / 7.1      19.7 / 21.3    56.7 / 63.4
-#   M = 16         20.2           19.4           7.7            23.2           75.6
-#   M = 32 / 64    28.5 / 39.4    24.6 / 35.3    9.8 / 13.4     27.8 / 39.1    94.4 / 139
-# With one chunk of K per warp (K <= 4096 at 16 warps), X stays in registers: 14336x4096 takes 16.9 us instead of 21.8 at
-# M = 1, and 21.7 us instead of 26.9 at M = 16. Above 64 rows, a second pass over the weight costs more than
-# dequantize + matmul.
-# The arguments of a config are tiles, warps_n, warps_k, load_128bit and ctas_per_sm.
+# Each row holds capability, max_m, max_k, min_n and a config. The arguments of the config are tiles, warps_n, warps_k, load_128bit
+# and ctas_per_sm. The first row whose limits fit is used. Among rows with the same limits, the row that keeps the most
+# multiprocessors busy is used, or the first of several such rows. If no row fits, the caller dequantizes and multiplies.
+# Times of the fused matmul in us per call for M rows of X and weights [N, K] (CUDA graph over weights that overflow the L2 cache;
+# H200, torch 2.11, triton 3.6.0, bf16):
+#   N x K     14336x4096   4096x14336   4096x4096   8192x8192   28672x8192
+#   M = 1           15.8         17.6         6.3        19.7         56.7
+#   M = 8           16.8         18.2         7.1        21.3         63.4
+#   M = 16          20.2         19.4         7.7        23.2         75.6
+#   M = 32          28.5         24.6         9.8        27.8         94.4
+#   M = 64          39.4         35.3        13.4        39.1          139
+# X stays in registers if each warp has only one chunk of K (K up to 4096 with 16 warps). A matmul with a 14336x4096 weight then
+# takes 16.9 us instead of 21.8 at M = 1, and 21.7 us instead of 26.9 at M = 16.
+# Above 64 rows, the fused matmul would have to read the weight twice, and would be slower than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(1, 1, 16, True, 1)),
     SmallMRow((9, 0), 8, ANY, 4000, SmallMConfig(2, 1, 8, True, 1, prefetch_depth=2)),
@@ -74,8 +83,9 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 )
 
 
-# Candidates for a T4, fp16 only. A model (docs/notes) predicts 1.4 to 3.0 times the speed of bitsandbytes from 4 rows upwards,
-# and no gain below. On a GPU without a row in the table above, choice.py measures them at the first use of a size.
+# SMALL_M_CANDIDATES are configs for a T4, which supports fp16 only. A performance model (docs/notes) predicts that they are 1.4 to
+# 3.0 times as fast as bitsandbytes from 4 rows upwards, and not faster below. On a GPU without a row in the table above, choice.py
+# measures these configs at the first use of a size.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
     SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),

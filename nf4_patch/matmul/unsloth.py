@@ -18,7 +18,7 @@ def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor |
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
     """Replace ``_gemv_rows`` for a batch of single tokens, [M, 1, K] to [M, 1, N].
 
-    Unsloth's function returns None to make the caller dequantize.
+    If the fused matmul does not support a call, Unsloth's function runs. It returns None if its caller has to dequantize.
     """
     return fused.of_state(X, W, quant_state, None, out)
 
@@ -27,11 +27,12 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, a linear layer in Unsloth's LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
-    For a packed weight [1, bytes], which requests x @ weight, Unsloth's code runs.
+    A packed weight of shape [1, bytes] means x @ weight, without the transpose. Unsloth's code runs for such a weight.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # The original multiplies in autocast's dtype, and rounds a weight twice if its dtype is not X's.
+    # The original runs if autocast or the weight has another dtype than X. It multiplies in autocast's dtype, and rounds a weight
+    # of another dtype twice.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return Reason.MATMUL_OPERANDS
     rows = X.view(-1, X.shape[-1])

@@ -1,9 +1,12 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-Between its grouped products, transformers reads and writes [tokens * top_k, hidden] some ten times: it masks, casts, weights,
-sorts back and adds. Here, on a GPU, one kernel adds LoRA and applies the gate. A second kernel weights the rows, adds LoRA and
-sums the rows of each token in fp32. The backward needs no scatter, because the rows of every token are known. On a CPU, and for
-generation, the forward is written in PyTorch. Without LoRA its results are bit-identical to transformers'.
+A row is one token at one of its ``top_k`` experts. Between the two grouped products, transformers reads and writes all rows about
+ten times: it masks, casts, weights, sorts back and adds. On a GPU, two kernels do this work here. The first kernel adds LoRA and
+applies the gate. The second kernel multiplies the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32.
+The backward needs no scatter, because the rows of every token are known.
+
+On a CPU, and for generation, the forward is written in PyTorch. Without LoRA, the results of that version are bit-identical to
+those of transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from .product import ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
 GATES = ("SiLUActivation", "SiLU")
-# The attributes that transformers' decorator sets on an experts module. Liger's class has none of them.
+# DEFAULTS: attributes that transformers' decorator sets on an experts module, and the values to use where they are missing.
+# Liger's class has none of these attributes.
 DEFAULTS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -30,12 +34,15 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return an attribute of an experts module that transformers' decorator sets, or its default from DEFAULTS."""
+    """Return the value of an attribute in DEFAULTS. If the experts module lacks the attribute, return its default."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 class Saved(torch.autograd.Function):
-    """Autograd node that saves a tensor before the forward of another node runs, for the backward of that other node."""
+    """Autograd node that saves a tensor for the backward of ``Combined``, long before the forward of ``Combined`` runs.
+
+    ``Combined`` explains why it does not save the tensor itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -44,23 +51,27 @@ class Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[None, None]:
-        return None, None  # runs after the other node's backward; autograd then frees the saved tensor
+        return None, None  # autograd calls this after the backward of ``Combined``, and then frees the saved tensor
 
 
 class Order(NamedTuple):
-    """The rows of all tokens, sorted by expert, and the token of each row. A slot is token * top_k + k."""
+    """The order of the rows, which are sorted by expert. A row is one token at one of its ``top_k`` experts.
 
-    expert_of: Tensor  # int16 [rows]
-    slot_of: Tensor  # int64 [rows]
-    row_of: Tensor  # int64 [tokens, top_k]
+    The slot of a row is token * top_k + k, where k numbers the experts of the token. It is the index of the row's router weight.
+    """
+
+    expert_of: Tensor  # int16 [rows]: the expert of each row
+    slot_of: Tensor  # int64 [rows]: the slot of each row
+    row_of: Tensor  # int64 [tokens, top_k]: the row of each slot
     ends: Tensor  # int32 [experts]: the index after the last row of each expert
-    # The result of ``Saved``. Kept alive, because PyTorch 2.11 frees a node's saved tensors together with its result.
+    # ``saved`` is the result of ``Saved``. It is kept alive here, because PyTorch 2.11 frees the saved tensors of an autograd node
+    # together with the result of the node.
     saved: Any = None
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
         """Build the Order from the chosen experts of each token, int64 [tokens, top_k]."""
-        # sorting int16 takes a quarter of int64's passes
+        # int16, because the sort then takes a quarter of the passes that it takes for int64
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
@@ -68,7 +79,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_kernels(self) -> Order:
-        """Return a copy whose slot_of is saved for the backward of ``Combined``."""
+        """Return a copy of this Order that also saves slot_of for the backward of ``Combined``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=True), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -76,12 +87,13 @@ class Order(NamedTuple):
         return self.slot_of // self.row_of.shape[1]
 
 
-# A checkpoint's recompute may choose other experts than the forward. Autograd then returns the saved rows of the recompute.
-# The row indices are therefore saved tensors too: an attribute of ``ctx`` would still be the forward's.
+# Row indices are saved with ``ctx.save_for_backward``, not as attributes of ``ctx``. The recompute of a checkpoint may choose
+# other experts than the forward, and autograd then returns the tensors that the recompute saved. An attribute of ``ctx`` would
+# still hold the indices of the forward.
 
 
 class Gathered(torch.autograd.Function):
-    """Copy each token to the rows of its experts: [tokens, hidden] to [rows, hidden] in ``dtype``."""
+    """Copy the hidden state of each token to the token's rows: [tokens, hidden] to [rows, hidden] in ``dtype``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -97,7 +109,11 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Compute silu(gate) * up, where [gate, up] = rows + addend, [rows, 2 * inner]. Only this sum is saved for the backward."""
+    """Compute silu(gate) * up, [rows, inner].
+
+    gate is the first half of the columns of rows + addend, [rows, 2 * inner], and up is the second half. Only the sum rows + addend
+    is saved for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> Tensor:
@@ -115,11 +131,14 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """Return two views of the rows: one for the frozen weight, one for LoRA. The backward weights and sums their gradients.
+    """Return two views of the down projection's input: one for the frozen weight, one for LoRA.
 
-    ``Combined`` weights the output of the down projection by the router. The projection is linear, so its gradient may be weighted
-    before or after it. Weighting the gradient of the input means that the projection's output need not be saved. A checkpoint's
-    recompute then stops before the projection. The gradient of the LoRA view arrives weighted.
+    The backward multiplies the gradient of the first view by the router's weights, and adds the gradient of the LoRA view, which
+    already contains them.
+
+    ``Combined`` multiplies the output of the down projection by the router's weights, so the gradient needs them too. The
+    projection is linear, so the gradient of its output or of its input may be multiplied. Here the gradient of the input is
+    multiplied. The output then need not be saved, and the recompute of a checkpoint stops before the projection.
     """
 
     @staticmethod
@@ -138,10 +157,13 @@ class Weighted(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """Weight the rows by the router, add the addend's rows, and sum the rows of each token. ``Weighted`` weights the gradient.
+    """Multiply the rows by the router's weights, add the rows of ``addend``, and sum the rows of each token.
 
-    ``Combined`` saves no tensor, because a checkpoint's recompute stops at the last saved one. The backward reads the tensor that
-    ``Order.saved`` holds. ``saved`` is an argument too, so that autograd runs its node and frees the tensor.
+    The backward leaves the router's weights out, because ``Weighted`` applies them to the gradient.
+
+    ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so it ends before the down
+    projection. The backward reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of the function, so
+    that autograd also runs the backward of ``Saved`` and frees the tensor.
     """
 
     @staticmethod
@@ -162,12 +184,15 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply each row by the frozen weight of its expert and add the bias. Return this product and LoRA's, which is added later.
+    """Multiply each row by the frozen weight of its expert, and separately by the LoRA factors of its expert.
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. LoRA's product is then weighted here.
-            For the frozen product, only the gradient is.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. LoRA's product is then multiplied by them
+            here. ``Combined`` multiplies the frozen product by them, and ``Weighted`` multiplies the gradient of that product.
+
+    Returns:
+        The frozen product plus the bias, and LoRA's product or None. The caller adds the two.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -176,7 +201,8 @@ def products(
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = grouped(inner, factors[1], order.ends).contiguous()
-    y = weight.multiplied(x, order.ends).contiguous()  # last, so that a checkpoint's recompute stops before it
+    # This product comes last, so that the recompute of a checkpoint stops before it.
+    y = weight.multiplied(x, order.ends).contiguous()
     if weight.bias is not None:
         y = summed(y, weight.bias[order.expert_of.long()])
     return y, addend
@@ -189,11 +215,13 @@ def forward(
     """Compute what transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward`` computes.
 
     Args:
-        stacks: the packed stacks by name. Other stacks are read from the module as dense weights.
-        lora: the factors of the active adapters by stack name.
-        whole: use grouped products with all experts; otherwise multiply each row by a copy of its own expert.
+        stacks: the packed stacks by name. A stack is one weight of all experts, such as down_proj. Stacks that are not in this
+            dict are read from the module as dense weights.
+        lora: the LoRA factors of the active adapters, by the name of the stack.
+        whole: True multiplies all rows in grouped products with all experts. False copies the weight of each row's expert, and
+            multiplies the row by this copy.
         hidden_states: [tokens, hidden].
-        top_k_index, top_k_weights: the experts of each token and the router's weights, [tokens, top_k].
+        top_k_index, top_k_weights: the chosen experts of each token, and the router's weights for them, [tokens, top_k].
 
     Returns:
         [tokens, hidden].
@@ -212,7 +240,8 @@ def forward(
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-# Both functions below read the second weight after the first product, as transformers does, so that its dense copy lives shortly.
+# Both functions below read the second weight only after the first product, as transformers does. The dense copy of the second
+# weight then takes memory for a shorter time.
 
 
 def by_kernels(
@@ -221,10 +250,10 @@ def by_kernels(
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
     gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
-    # the products have no names, so that they are freed once summed
+    # the products are passed on without a variable, so that their memory is freed as soon as they are added up
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    # a bias or a norm makes the map nonlinear, so the gradient is weighted at its output
+    # With a bias or a norm, the down projection is not linear. So the router's weights are applied to the gradient of its output.
     if down.bias is not None or trait(module, "has_post_expert_norm"):
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
@@ -267,7 +296,7 @@ def normed(module: Any, rows: Tensor) -> Tensor:
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the module's gate is silu(gate) * up, with all of gate before all of up in memory."""
+    """Return whether the module computes silu(gate) * up, from rows that hold all columns of gate and then all columns of up."""
     from transformers.integrations.moe import _default_apply_gate
 
     if not hasattr(module, "_apply_gate"):  # Liger's experts

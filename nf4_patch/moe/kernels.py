@@ -3,8 +3,8 @@
 A row is one token at one of its TOP_K experts. Rows are sorted by expert. The slot of a row, token * TOP_K + k, is the index of its
 router weight. All sums are in fp32 and in a fixed order. reference.py defines the results.
 
-The kernels call no function that Triton itself implements in Triton, such as tl.sum and tl.sigmoid, because the tests run the
-interpreter on these kernels only.
+The tests run these kernels in Triton's interpreter, while Triton's own functions stay compiled. An interpreted kernel cannot call a
+compiled function. So the kernels call no function that Triton itself writes in Triton, such as tl.sum and tl.sigmoid.
 """
 
 import triton
@@ -23,8 +23,9 @@ def combine_kernel(
 ):  # fmt: skip
     """Compute out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]] + addend[row_of[token, k]].
 
-    rows: [tokens * TOP_K, width]. addend: the same shape, read only if ADDEND. weights: [tokens, TOP_K], read only if WEIGHTS,
-    else 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
+    rows: [tokens * TOP_K, width]. addend: the same shape. Without ADDEND it is not read, and nothing is added. weights: [tokens,
+    TOP_K]. Without WEIGHTS it is not read, and every weight is 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program
+    computes BLOCK columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,12 +47,12 @@ def weigh_kernel(
     gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
     ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND.
+    """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND. slot is slot_of[row].
 
     If WEIGHTS_GRADIENT, also compute weights_gradient[slot], the dot product of gradient[row] and rows[row].
 
-    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], by slot. slot_of: int64 [n]. A program computes one
-    row, BLOCK columns at a time.
+    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], in the order of slots. slot_of: int64 [n]. A program
+    computes one row, BLOCK columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -74,7 +75,9 @@ def weigh_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = silu(gate) * up, where [gate, up] are the columns of rows. If ADDEND, they are those of total = rows + addend.
+    """Compute out = silu(gate) * up. gate is the first half of the columns of rows, and up is the second half.
+
+    If ADDEND, first compute total = rows + addend, store it, and take gate and up from this sum.
 
     rows, addend, total: [n, 2 * width]. out: [n, width]. A program computes BLOCK columns of one row.
     """
@@ -94,7 +97,10 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """Compute out [n, 2 * width], the gradient with respect to silu_and_mul_kernel's rows, from ``gradient`` [n, width]."""
+    """Compute out, [n, 2 * width]: the gradient with respect to ``rows`` of silu(gate) * up (see silu_and_mul_kernel).
+
+    gradient: [n, width], the gradient with respect to the result. A program computes BLOCK columns of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

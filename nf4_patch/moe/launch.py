@@ -17,7 +17,7 @@ from ..nf4.runtime import empty, ready, triton
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # most columns that a program computes at a time
+BLOCK = 1024  # maximum number of columns that a program computes at a time
 
 
 def supports(tensor: Tensor) -> bool:
@@ -30,7 +30,7 @@ def supports(tensor: Tensor) -> bool:
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """Launch one program per row or, if ``by_block``, per row and block of columns."""
+    """Launch a kernel with one program per row. With ``by_block``, launch one program per row and block of columns."""
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = rows, -(-width // block) if by_block else 1, 1
     kind = *(tensor.dtype for tensor in tensors), width % 16 == 0
@@ -41,12 +41,15 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Sum each token's weighted rows plus addends in fp32. Return [tokens, width] in ``dtype``.
+    """Multiply the rows by the router's weights, add the addend, and sum the rows of each token, in fp32.
 
     Args:
         rows, addend: [tokens * top_k, width], both of the same dtype.
         row_of: int64 [tokens, top_k], the rows of each token.
-        weights: the router's, [tokens, top_k]. None means 1.
+        weights: the router's weights, [tokens, top_k]. None means that every weight is 1.
+
+    Returns:
+        [tokens, width] in ``dtype``.
     """
     tokens, top_k = row_of.shape
     out = empty(rows, tokens, rows.shape[1], dtype=dtype)
@@ -59,13 +62,17 @@ def combine(
 def weigh(
     gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply each row of the gradient by the row's weight and add the addend. Return [tokens * top_k, width].
+    """Multiply each row of the gradient by the router's weight for the row, and add the addend.
 
     Args:
         gradient, addend, rows: [tokens * top_k, width].
         slot_of: int64 [tokens * top_k], each row's index in ``weights``.
-        weights: the router's, [tokens, top_k].
-        of_weights: also return the gradient of the weights, [tokens, top_k]: the dot products of gradient and rows.
+        weights: the router's weights, [tokens, top_k].
+        of_weights: compute the gradient of the weights too.
+
+    Returns:
+        The result, [tokens * top_k, width]. If ``of_weights``, also the gradient of the weights, [tokens, top_k]: the dot product
+        of gradient and ``rows`` for each row. Otherwise None.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -75,10 +82,12 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width], whose columns are [gate, up].
+    """Return silu(gate) * up, [n, width], and the sum rows + addend, [n, 2 * width].
+
+    gate is the first half of the columns of the sum, and up is the second half. Without an ``addend``, the sum is ``rows`` itself.
 
     Args:
-        rows, addend: [n, 2 * width], both of the same dtype. Without an ``addend``, the second result is ``rows`` itself.
+        rows, addend: [n, 2 * width], both of the same dtype.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)
@@ -88,7 +97,12 @@ def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def silu_and_mul_backward(rows: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient with respect to ``rows``, [n, 2 * width], given the gradient of silu(gate) * up, [n, width]."""
+    """Return the gradient with respect to ``rows``, [n, 2 * width].
+
+    Args:
+        rows: [n, 2 * width], the columns of gate and then those of up.
+        gradient: [n, width], the gradient with respect to silu(gate) * up.
+    """
     out = empty(rows, *rows.shape)
     start(kernels.silu_and_mul_backward_kernel, (rows, gradient, out), gradient.shape[1], gradient.shape[0])
     return out

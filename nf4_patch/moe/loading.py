@@ -1,8 +1,8 @@
-"""Replacements in transformers' loading and saving: ``load_in_4bit`` packs the stacks of experts too.
+"""Replacements for transformers' loading and saving, so that ``load_in_4bit`` packs the stacks of experts too.
 
-transformers loads one tensor after another, and quantizes each as soon as it is complete. While loading, a packed stack is a
-parameter that carries its QuantState. After loading, the stack is put behind bitsandbytes' parametrization, as
-``replace_parameter_4bit`` does it.
+A stack is one weight of all experts of a layer, [experts, ...]. transformers loads one tensor after another, and quantizes each
+tensor as soon as it is complete. During loading, a packed stack is a parameter with its QuantState as an attribute. After loading,
+the stack gets bitsandbytes' parametrization, as from bitsandbytes' ``replace_parameter_4bit``.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
-STATE = ".quant_state.bitsandbytes__"  # in a checkpoint's keys, followed by the quant_type
-# the fields that bitsandbytes saves beside a packed weight
+STATE = ".quant_state.bitsandbytes__"  # a checkpoint's key of a packed weight's QuantState ends in STATE + quant_type
+# FIELDS: the last parts of the keys under which bitsandbytes saves the tensors that belong to a packed weight
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
-WHOLE = (None, None)  # converter and pattern of a stack that was saved as one tensor
-LARGEST = 2**31 - 1  # elements; bitsandbytes counts them in 32 bits on a GPU
+WHOLE = (None, None)  # stands for (converter, pattern) where a stack was saved as one tensor and needs no converter
+LARGEST = 2**31 - 1  # most elements of a packed stack, because bitsandbytes counts elements in 32 bits on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".moe.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
-    """Return whether ``full_name`` is a stack of experts of the model that is not packed yet."""
+    """Return whether ``full_name`` names a stack of experts in the model that is not packed yet."""
     path, _, name = full_name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
     return parameter is not None and parameter.dim() == 3
@@ -52,17 +52,17 @@ def is_matrix(name: str, parameter: Any) -> bool:
 
 
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the full name, the module, and the name within the module of every packed stack."""
+    """Yield three things for every packed stack: its full name, its module, and its name in the module."""
     for path, module in list(model.named_modules()):
         for name in packed_chains(module):
             yield f"{path}.{name}", module, name
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
-    """Make a parameter of packed bytes that carries its QuantState.
+    """Return a parameter of packed bytes with its QuantState as an attribute.
 
     Args:
-        state: the QuantState in the form in which bitsandbytes saves it.
+        state: the QuantState as a dict, in the form in which bitsandbytes saves it.
     """
     from .packed import Params4bit
 
@@ -77,11 +77,11 @@ def empty_cache(tensor: Tensor) -> None:
 
 
 def quantize_stack(stack: Tensor, config: Any) -> Any:
-    """Pack a stack with the options of a BitsAndBytesConfig, into a parameter that carries its state.
+    """Pack a stack with the options of a BitsAndBytesConfig. Return a parameter with its QuantState as an attribute.
 
     Raises:
-        ValueError: the packed bytes do not fill whole elements of bnb_4bit_quant_storage. bitsandbytes would write past its
-            result (docs/notes/quantize-4bit-storage.md).
+        ValueError: the packed bytes do not fill whole elements of bnb_4bit_quant_storage. bitsandbytes would write past the end of
+            its result (docs/notes/quantize-4bit-storage.md).
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -105,17 +105,23 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """Replace ``get_hf_quantizer``: quantize a gpt-oss that is published in MXFP4 as if it were published in 16 bits."""
+    """Replace ``get_hf_quantizer``, so that ``load_in_4bit`` also works for a gpt-oss that is published in MXFP4.
+
+    The replacement deletes the MXFP4 config, so that transformers treats the model as if it were published in 16 bits.
+    """
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
-        del config.quantization_config  # from_pretrained's own copy
+        del config.quantization_config  # safe, because from_pretrained passes a copy of the user's config
     return original(config, quantization_config, *args, **kwargs)
 
 
 @around
 def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
-    """Replace ``param_needs_quantization``: quantize a stack unless ``llm_int8_skip_modules`` names it or a module around it."""
+    """Replace ``param_needs_quantization``, so that stacks of experts are quantized too.
+
+    A stack is not quantized if ``llm_int8_skip_modules`` names it or a module that contains it.
+    """
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
     rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.option].on)
@@ -135,7 +141,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
 
 
 def is_wanted(quantizer: Any, full_name: str) -> bool:
-    """Return whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
+    """Return False if ``llm_int8_skip_modules`` names the parameter or a module that contains it, else True."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = full_name, full_name.rpartition(".")[0]
@@ -144,15 +150,19 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 
 @around
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
-    """Replace ``Bnb4bitQuantize.convert``, which gets complete weights by full name, and pack the stacks among them."""
+    """Replace ``Bnb4bitQuantize.convert``, so that it packs the stacks of experts in ``input_dict``.
+
+    ``input_dict`` holds complete weights by full name.
+    """
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
     converted = {}
     for name in list(input_dict):
-        value = input_dict.pop(name)  # the only reference, so that the dense stack is freed once packed
+        value = input_dict.pop(name)  # removed from the dict, so that the dense stack is freed as soon as it is packed
         value = value[0] if isinstance(value, list) else value
         if self.hf_quantizer.param_needs_quantization(model, name):
-            # emptied twice, so that small tensors do not fragment the memory that the next dense stack needs
+            # The allocator's cache is emptied before and after packing. Otherwise small tensors would fragment the memory that the
+            # next dense stack needs.
             empty_cache(value)
             value = planning.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
             empty_cache(value)
@@ -162,12 +172,18 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
 
 @around
 def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
-    """Replace ``caching_allocator_warmup``, and do nothing. It would reserve GPU memory for the whole packed model."""
+    """Replace ``caching_allocator_warmup`` by a function that does nothing.
+
+    The original would reserve GPU memory for the whole packed model, but offloaded experts are not in GPU memory.
+    """
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A stack in MXFP4 that transformers can read like a slice of a safetensors file. Reading decodes it."""
+    """A stack of experts that the checkpoint holds in MXFP4.
+
+    transformers reads an object of this class like a slice of a safetensors file, and gets the decoded stack.
+    """
 
     blocks: Any
     scales: Any
@@ -183,13 +199,13 @@ class Mxfp4:
 
 @around
 def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
-    """Replace ``convert_and_load_state_dict_in_model``: also load stacks that were saved packed or in MXFP4."""
+    """Replace ``convert_and_load_state_dict_in_model``, so that it also loads stacks that were saved packed or in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
-    saved: dict[str, dict[Any, list[str]]] = {}  # for each stack, the checkpoint's keys by converter and pattern
+    saved: dict[str, dict[Any, list[str]]] = {}  # for each stack, its keys in the checkpoint, by (converter, pattern)
     for key in in_4bit if stacks else ():
         name, *part = where(key)
         if name in stacks:
@@ -219,7 +235,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
         packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
-        packed[name].quant_state.dtype = stacks[name].dtype  # the dtype of a dense load
+        packed[name].quant_state.dtype = stacks[name].dtype  # the dtype that the stack would have without packing
         packed[name] = planning.placed(model, name, packed[name])
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
@@ -239,7 +255,8 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds packed experts, such as {min(unread)}, for which "
             f"{type(model).__name__} of this release of transformers has no parameter. Load the original 16-bit model and pack it"
         )
-    # Conversions that only make packed stacks were not used, but saving a dequantized model needs their reverse.
+    # Conversions that make only packed stacks did not run here. They are recorded all the same, because saving a dequantized model
+    # reverses the recorded conversions.
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
         if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
@@ -248,7 +265,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion reads bitsandbytes' saved state. transformers cannot reverse such a conversion when saving."""
+    """Return whether a conversion reads a saved QuantState. transformers cannot reverse such a conversion when saving."""
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
@@ -289,7 +306,15 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """Return a function from a checkpoint's key to the parameter's full name, and its converter and pattern or None."""
+    """Return a function that maps a checkpoint's key to three things.
+
+    These are the full name of the parameter, and the converter and the pattern that match the key. Converter and pattern are None
+    if the key needs no conversion.
+
+    Args:
+        mapping: transformers' conversions for the model.
+        stacks: the stacks of the model by full name.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -297,7 +322,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        # first unchanged, because a packed stack is saved under its full name
+        # The key is tried unchanged first, because a packed stack is saved under its full name.
         for conversions in (([], []), (renamings, []), (renamings, converters)):
             name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
             if name in stacks:
@@ -317,17 +342,18 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
-    """Join experts that were packed one by one into a packed stack, by concatenating their bytes and their absmax.
+    """Make one packed stack of experts that were packed one by one: concatenate their bytes and their absmax.
 
-    Nested absmax is decoded to fp32, because every expert has another offset. This costs 0.37 bits per weight.
+    Nested absmax is decoded to fp32, because every expert has a different offset, but a stack has only one. This costs 0.37 bits
+    per weight.
 
     Args:
         name, stack: the stack's full name, and its parameter in the model.
-        parts: the checkpoint's keys of the experts by (converter, pattern).
-        read: reads the packed weight of a key as a parameter.
+        parts: the keys of the experts in the checkpoint, by (converter, pattern).
+        read: takes a key, and returns its packed weight as a parameter.
 
     Raises:
-        ValueError: the experts cannot be joined.
+        ValueError: the experts cannot be joined. The message says why.
     """
     from bitsandbytes.functional import QuantState, dequantize_blockwise
     from transformers.core_model_loading import dot_natural_key
@@ -362,9 +388,9 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
 
 @around
 def finish(original, self, model, **kwargs) -> Any:
-    """Replace ``_process_model_after_weight_loading``: put each packed stack behind bitsandbytes' parametrization.
+    """Replace ``_process_model_after_weight_loading``, so that each packed stack gets bitsandbytes' parametrization.
 
-    Warn of stacks that were packed only now, and of experts that stay in 16 bits.
+    Stacks that were not packed during loading are packed here, with a warning. Another warning lists experts that stay in 16 bits.
     """
     from bitsandbytes.nn import parametrize as library
 
@@ -406,7 +432,7 @@ def finish(original, self, model, **kwargs) -> Any:
 
 @around
 def save(original, model, state_dict) -> Any:
-    """Replace ``revert_weight_conversion``: save a packed stack as one tensor, because it cannot be split into experts."""
+    """Replace ``revert_weight_conversion``, so that a packed stack is saved as one tensor. It cannot be split into experts."""
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
     return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
@@ -414,7 +440,7 @@ def save(original, model, state_dict) -> Any:
 
 @around
 def dequantize(original, self, model, dtype=None) -> Any:
-    """Replace ``_dequantize``, which ``model.dequantize()`` calls: make packed stacks dense parameters."""
+    """Replace ``_dequantize``, which ``model.dequantize()`` calls, so that it also turns packed stacks into dense parameters."""
     model = original(self, model, dtype)
     for _, module, name in packed_stacks(model):
         if not (switch.gates["experts"].on or is_managed(module.parametrizations[name])):

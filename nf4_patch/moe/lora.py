@@ -1,7 +1,8 @@
 """peft's LoRA on transformers' experts (``target_parameters``), packed or dense.
 
-peft adds B·A to the dense stack, and computes a dense gradient of this sum. Here the forward of the experts takes A and B
-from peft's wrapper and multiplies by them separately (see product.py). peft's code finds, names and saves the adapters as before.
+A stack is one weight of all experts. peft adds B·A to the dense stack, and the gradient of this sum is dense too. Here the forward
+of the experts gets A and B from peft's wrapper, and multiplies by them separately (see product.py). peft's code still finds, names
+and saves the adapters.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-RANKS = 8  # the rank is padded to a multiple, because PyTorch's grouped_mm needs rows of a multiple of 16 bytes
+RANKS = 8  # ranks are padded to a multiple of this, because PyTorch's grouped_mm needs rows of a multiple of 16 bytes
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """Return, by name, the QuantState of each packed stack of a module whose only parametrization is bitsandbytes'."""
+    """Return the QuantStates of a module's packed stacks, by name.
+
+    Leave out stacks with a second parametrization, such as peft's LoRA.
+    """
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -48,10 +52,10 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """Return left and right, the factors of all active adapters concatenated along the rank.
+        """Return left and right: the LoRA factors of all active adapters, concatenated along the rank.
 
-        left @ right is the sum that peft would add to the stack. Shapes: see ``product.Lora``. In peft's lora_A, [experts * rank, in],
-        the rank is the inner index; in its lora_B, [out, rank * experts], the expert is.
+        left @ right is what peft would add to the stack. ``product.Lora`` gives the shapes. peft stores lora_A as
+        [experts * rank, in], where the rank varies fastest, and lora_B as [out, rank * experts], where the expert varies fastest.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -61,19 +65,19 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 reads [experts, out, in] as [experts, in, out], so its A belongs to out
+        # peft before 0.19 takes a stack [experts, out, in] for [experts, in, out], so its A has the size of out
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
 class ActiveWrappers(threading.local):
-    """The wrappers whose forward runs in this thread. The experts' forward takes the factors from each wrapper once."""
+    """peft's wrappers whose forward is running in this thread. The experts' forward uses the LoRA factors of each wrapper once."""
 
     references: tuple[
         weakref.ref[Wrapper], ...
     ] = ()  # weak, so that no wrapper outlives its forward after an interrupt
 
     def of(self, experts: Any) -> list[Wrapper]:
-        """Return the wrappers of an experts module whose factors were not taken yet."""
+        """Return the running wrappers of an experts module, without those whose LoRA factors were used already."""
         wrappers = (reference() for reference in self.references)
         return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
 
@@ -86,15 +90,16 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Return whether our forward of the experts will apply the LoRA on a stack. Otherwise peft adds LoRA to the dense stack.
+    """Return whether our forward of the experts will run and apply the LoRA adapters of a stack.
+
+    If not, peft's code has to add B·A to the dense stack.
 
     Args:
-        name: of the stack.
-        packed: whether the stack is packed.
+        name: the stack's name in ``experts``.
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
-    if is_ours(function):  # our forward in Liger's class, which runs packed experts only
+    if is_ours(function):  # Liger's class with our forward, which supports only packed experts there
         return packed
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
@@ -113,7 +118,10 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """Replace ``ParamWrapper.forward``, which adds B·A to the dense stack while the experts run."""
+    """Make the replacement for ``ParamWrapper.forward``, which adds B·A to the dense stack while the experts run.
+
+    The replacement registers the wrapper instead, and the forward of the experts multiplies by A and B separately.
+    """
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -146,10 +154,11 @@ def forward(target: Target, original: Function) -> Function:
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
-    """Context manager: show peft a packed experts module as if its stacks were dense parameters, which take no memory.
+    """Context manager that shows peft the packed stacks of a module as dense parameters. These take no memory.
 
-    peft finds a parametrized weight by its full name only. It also visits it in another order, and this order decides the names in
-    the adapter's file. All classes of transformers define the up projection first and the down projection last.
+    peft finds a parametrized weight only if its full name is given. peft also visits parametrized weights in a different order than
+    parameters, and this order decides the names in the adapter's file. The order here, with the down projection last, is the order
+    in all classes of transformers.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -166,7 +175,7 @@ def seen_dense(module: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(restore)
-        stack.callback(restore)  # twice, because an interrupt can end one of the calls
+        stack.callback(restore)  # registered twice, because an interrupt can end one of the two calls early
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
@@ -174,7 +183,7 @@ def seen_dense(module: Any) -> Iterator[None]:
         yield
 
 
-# The fields of Unsloth in adapter_config.json: the layout of lora_B for all stacks, and for each stack
+# Unsloth's fields in adapter_config.json. LAYOUT is the layout of lora_B for all stacks, and LAYOUTS holds a layout for each stack.
 LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 
@@ -182,7 +191,7 @@ LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
     """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's layout from an adapter's configuration.
 
-    Keep the layout in ``auto_mapping``, where newer releases of Unsloth store a copy.
+    The replacement keeps the layout in ``auto_mapping``, where newer releases of Unsloth store a copy of it.
     """
     found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
     kept, removed = original(cls, kwargs)
@@ -192,14 +201,14 @@ def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Refuse an adapter whose tensors have the shapes that peft expects, but in another order. peft would load wrong values.
+    """Raise an error if an adapter's tensors have the right shapes, but another order of elements. peft would load wrong values.
 
     Args:
-        stacks: objects with the shape [experts, ...] of each stack of the module, by name.
+        stacks: by the name of each stack of the module, an object with the ``shape`` [experts, ...] of the stack.
 
     Raises:
-        ValueError: peft before 0.19 swapped A and B, and the experts are square, so that no shape shows the swap. Or Unsloth before
-            2026.9.6 wrote lora_B as [out, experts * rank], with the rank as the inner index.
+        ValueError: in one of two cases. Either peft before 0.19 swapped A and B, and the experts are square, so that no shape shows
+            the swap. Or Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank], with the rank varying fastest.
     """
     import peft
     from packaging.version import parse
@@ -220,7 +229,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
         by_unsloth = layout is not None or said.get("unsloth_fixed")
-        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout
+        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout itself
             raise ValueError(
                 f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, but peft reads "
                 "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "
@@ -232,7 +241,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
 def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's configuration names.
 
-    A packed stack is a parametrization, and peft would take it for a module with the same name, such as ``down_proj``.
+    PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft would take
+    this module for the target. So the replacement shows peft a dense parameter with that name.
     """
     from .packed import Chain, end_caching
 
@@ -254,9 +264,9 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``ParamWrapper.merge`` and ``unmerge``: requantize a packed stack after peft changed its dense weight.
+    """Replace ``ParamWrapper.merge`` and ``unmerge``, so that a packed stack is requantized after peft changed its dense weight.
 
-    An interrupt leaves the stack and ``merged_adapters`` both as they were, or both changed.
+    After an interrupt, the stack and ``merged_adapters`` are either both unchanged or both changed.
     """
     experts, name = self.get_base_layer(), self.parameter_name
     chain, adapters = packed_chains(experts).get(name), self.merged_adapters
@@ -266,14 +276,15 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     from .packed import Chain
 
     chain.__class__ = Chain
-    # Cached, so that peft writes into the dense weight that ``requantize`` reads. Tensors made in inference mode cannot be trained on.
+    # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads. Inference mode is off, because
+    # training cannot use tensors that were made in it.
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
         stack.callback(parametrize._cache.clear)
         stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
-        vars(self)["merged_adapters"] = list(adapters)  # peft changes a copy until the bytes are replaced too
+        vars(self)["merged_adapters"] = list(adapters)  # peft changes this copy; ``requantize`` updates the original
         try:
             original(self, *args, **kwargs)
-        except Exception:  # an adapter is broken, but peft merged the adapters before it
+        except Exception:  # raised for a broken adapter, after peft merged the adapters before it
             requantize(self, chain, adapters)
             raise
         requantize(self, chain, adapters)
@@ -283,8 +294,9 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     """Requantize a stack after a merge. Restore the original bytes once nothing is merged.
 
     Args:
-        chain: the stack's.
-        adapters: the names of the adapters that are merged into the packed bytes. Updated to ``wrapper.merged_adapters``.
+        wrapper: peft's wrapper around the stack.
+        chain: the ParametrizationList of the stack.
+        adapters: the names of the adapters that are merged into the packed bytes. This list is updated in place.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -293,9 +305,10 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     after = list(wrapper.merged_adapters)
     if after == adapters:
         return
-    # The original bytes belong to the wrapper, so that removing the adapter frees them.
+    # The original bytes are stored as an attribute of the wrapper, so that removing the adapter frees them.
     saved = vars(wrapper).get("nf4_patch_merged") if adapters else chain.before_merging()
-    if saved is not None and adapters and saved.content != chain.content():  # somebody changed the merged stack
+    # The original bytes are useless if somebody changed the merged stack.
+    if saved is not None and adapters and saved.content != chain.content():
         saved = None
     if saved is not None and not after:
         packed, state, saved = saved.packed, saved.state, None
@@ -314,6 +327,6 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
 
     try:
         replace()
-    except BaseException:  # an interrupt ended it halfway
+    except BaseException:  # an interrupt ended ``replace`` halfway, so run all of it again
         replace()
         raise

@@ -13,17 +13,18 @@ from torch.nn.utils import parametrize
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes' parameter of packed bytes. Casting a model to another dtype does not change the bytes, whatever their dtype.
+    """bitsandbytes' class for parameters of packed bytes, except that casting the model to another dtype never changes the bytes.
 
-    peft, transformers, accelerate and TRL recognize packed bytes by the name of this class. They count two weights per byte, and
-    neither cast nor shard the bytes.
+    The class keeps its name, because peft, transformers, accelerate and TRL recognize packed bytes by it. They count a packed byte
+    as two weights, and neither cast nor shard it.
     """
 
-    # bitsandbytes' Python version costs 11 us per layer at every read (2-core CPU machine, Python 3.11)
+    # ``__torch_function__`` is switched off, because bitsandbytes' Python version costs 11 us per layer at every read (2-core CPU
+    # machine, Python 3.11).
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the parameter and its QuantState to another device. Ignore a dtype."""
+        """Move the parameter and its QuantState to another device. Ignore a dtype in the arguments."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self if device is None else super().to(device=device, non_blocking=non_blocking)  # type: ignore[misc]
 
@@ -34,14 +35,15 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        copied.quant_state = copy.deepcopy(self.quant_state, memo)  # the same object as in the copied parametrization
+        copied.quant_state = copy.deepcopy(self.quant_state, memo)  # ``memo`` has the copied parametrization share it
         return copied
 
 
 def end_caching(module: torch.nn.Module) -> None:
-    """Make bitsandbytes end its caching of dense stacks after an exception too.
+    """Make bitsandbytes end its caching of dense stacks also if the forward raises an exception.
 
-    Before 0.50 bitsandbytes does not. A checkpoint ends its recompute with an exception, and every dense stack stays in memory.
+    Before 0.50, bitsandbytes does not end it then. A checkpoint ends its recompute with an exception, so every dense stack would
+    stay in memory.
     """
     library: Any = sys.modules["bitsandbytes.nn.parametrize"]
     for key, hook in module._forward_hooks.items():
@@ -52,19 +54,21 @@ def end_caching(module: torch.nn.Module) -> None:
 class Merged(NamedTuple):
     """The original bytes of a stack with merged adapters, and the hashes of the merged stack."""
 
-    packed: Tensor  # in host memory, because the GPU would need twice the packed size
+    packed: Tensor  # in host memory, because a copy on the GPU would double the memory of the packed stack
     state: Any
     content: dict[str, Any] | None = None
 
 
 PART = 2**24  # bytes that are hashed at a time
-STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -7723592293110705685), (31, 1)  # of splitmix64
+# The constants of splitmix64: the increment, and the shift and factor of each round
+STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -7723592293110705685), (31, 1)
 
 
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype, and a 64-bit hash of the bytes. The hash is computed on the tensor's device, and equal on all devices.
+    """Return shape, dtype, and a 64-bit hash of the bytes.
 
-    To each word of 8 bytes, add STEP times its index. Mix the result as splitmix64 does (Steele, Lea and Flood, 2014). Sum all words.
+    The hash is computed on the tensor's device, and its value does not depend on the device. It adds to each word of 8 bytes STEP
+    times the word's index, mixes the result as splitmix64 does (Steele, Lea and Flood, 2014), and sums all words.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
@@ -77,20 +81,22 @@ def hash_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
-    """Return hashes of the packed bytes and of their QuantState. Copies and moves of a model do not change them."""
+    """Return hashes of the packed bytes and of their QuantState, by name. Copying or moving a model does not change the hashes."""
     return {name: hash_of(each) for name, each in {"": packed, **state.as_dict(packed=True)}.items()}
 
 
 class Chain(parametrize.ParametrizationList):
     """The ParametrizationList of a packed stack that has LoRA adapters.
 
-    Without our forward, peft appends its LoRA to this list before each forward and removes it afterwards.
+    If our forward of the experts does not run, peft appends its LoRA to this list before each forward and removes it afterwards.
+    So this class clears the parametrize cache at every change of the list.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization, and clear the parametrize cache: registration cached the weight without this parametrization.
+        """Append a parametrization, and clear the parametrize cache, because registration cached the weight without it.
 
-        peft 0.21 has two classes of LoRA proxies, and removes only one of them. A proxy of the other class is made both.
+        peft 0.21 has two classes of LoRA proxies, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` is turned
+        into an instance of both classes.
         """
         layer: Any = sys.modules.get("peft.tuners.lora.layer")
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
@@ -107,7 +113,7 @@ class Chain(parametrize.ParametrizationList):
         return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
-        """Copy the packed bytes to host memory."""
+        """Return a copy of the packed bytes in host memory, so that unmerging can restore them."""
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
@@ -115,5 +121,5 @@ class Chain(parametrize.ParametrizationList):
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # the model may have been moved while adapters were merged
-        self[0].quant_state = original.quant_state = state  # the parameter moves its state to another device
+        self[0].quant_state = original.quant_state = state  # one object, because moving the parameter also moves it
         parametrize._cache.clear()  # an outer ``parametrize.cached()`` may hold the previous dense weight

@@ -1,7 +1,7 @@
 """Products with the weight of all experts, packed or dense, and with LoRA.
 
-LoRA is computed separately: x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the packed
-stack for the backward, and not the dense one.
+LoRA is computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the
+packed stack for the backward, not the dense stack. A stack is one weight of all experts of a layer, [experts, ...].
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import PackedExperts
 
-# left [experts, in, rank] and right [experts, rank, out] for a stack [experts, in, out]. For a stack [experts, out, in], swap in and out.
+# Lora is (left, right), and left @ right is what LoRA adds to a stack. For a stack [experts, in, out], left is [experts, in, rank]
+# and right is [experts, rank, out]. For a stack [experts, out, in], swap in and out.
 Lora = tuple[Tensor, Tensor]
 
 
@@ -32,7 +33,7 @@ class SavedExperts:
         state.state2 = copy.copy(getattr(state, "state2", None))
         parts = [vars(part) for part in (state, state.state2) if part is not None]
         self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
-        # detached, so that the memory stays the same if somebody replaces ``tensor.data``
+        # Detached tensors keep their memory even if somebody replaces ``data`` of the original tensors.
         self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
         self.versions = [None if tensor.is_inference() else tensor._version for tensor in self.tensors]
         self.stack = dataclasses.replace(stack, state=state)
@@ -41,7 +42,8 @@ class SavedExperts:
         """Decode the saved stack: [experts, ...].
 
         Raises:
-            RuntimeError: the memory was freed or written since the forward. In compiled code, only autograd checks for writes.
+            RuntimeError: the memory was freed or written to since the forward. Compiled code does not check this here, so only
+                autograd checks for writes.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -71,7 +73,8 @@ class FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
-        # Autograd checks the versions of saved tensors. Hooks on saved tensors would copy them, and disable this check.
+        # The packed tensors are saved only because autograd then checks that nobody writes into them. They are not saved if there
+        # are hooks on saved tensors, because hooks copy tensors, and autograd does not check copies.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
@@ -84,9 +87,11 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row by the weight of its expert: x [rows, in], sorted by expert, and weight [experts, in, out].
+    """Multiply each row of x by the weight of its expert. Return [rows, out].
 
     Args:
+        x: [rows, in], sorted by expert.
+        weight: [experts, in, out].
         ends: int32 [experts], the index after the last row of each expert.
     """
     from transformers.integrations.moe import _grouped_mm
@@ -98,16 +103,17 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
     """Return y + addend in the dtype of y.
 
-    The sum is a new tensor, because selective checkpointing may have kept y, the result of an op, for the recompute.
+    The sum is a new tensor, not written into y, because selective checkpointing may have saved y for the recompute.
     """
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def is_checkpointed() -> bool:
-    """Return whether this is the forward of a checkpoint, which drops its saved tensors, or its recompute, which uses them at once.
+    """Return whether gradient checkpointing makes saved tensors short-lived, so that a saved dense stack costs little memory.
 
-    PyTorch calls only the innermost hooks on saved tensors. The hooks of ``torch.utils.checkpoint`` drop tensors. Other hooks, such as
-    ``save_on_cpu``, keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
+    This is true in the forward of a checkpoint, which drops its saved tensors, and in its recompute, which uses them at once. It is
+    false if the innermost hooks on saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the
+    innermost hooks, and these keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -116,10 +122,10 @@ def is_checkpointed() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether autograd saves the packed stack instead of the dense one.
+    """Return whether a product should save the packed stack for the backward, instead of the dense stack.
 
-    Under gradient checkpointing it saves the dense stack. The backward then reuses the dense stack of the recompute, and no third
-    decode is needed.
+    Under gradient checkpointing the dense stack is saved. The backward then reuses the dense stack of the recompute, so the stack
+    is not decoded a third time.
     """
     return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 
@@ -137,12 +143,17 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def frozen(self) -> Tensor:
-        """Return the dense weight without LoRA: [experts, in, out]. It may be cached, so do not write into it."""
+        """Return the dense weight without LoRA: [experts, in, out]. The result may be cached, so do not write into it."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply rows, sorted by expert, by the weight without LoRA: [rows, in] to [rows, out]."""
+        """Multiply each row of x by its expert's weight without LoRA: [rows, in] to [rows, out].
+
+        Args:
+            x: sorted by expert.
+            ends: int32 [experts], the index after the last row of each expert.
+        """
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
@@ -156,7 +167,9 @@ class ExpertWeight(NamedTuple):
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row by its expert's weight including LoRA, and add the bias. Decode only these experts of a packed stack.
+        """Multiply each row of x by its expert's weight including LoRA, and add the bias.
+
+        Only the experts in ``experts`` are decoded.
 
         Args:
             experts: int64 [rows], the expert of each row.

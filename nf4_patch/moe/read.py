@@ -1,4 +1,4 @@
-"""Read packed stacks: 4-bit weights of bitsandbytes that hold all experts of a layer.
+"""Read packed stacks. A packed stack is a 4-bit weight of bitsandbytes that holds all experts of a layer.
 
 ``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs a weight and puts it behind a PyTorch parametrization. Reading
 ``module.gate_up_proj`` then decodes every expert. The functions here read the packed bytes directly.
@@ -31,7 +31,7 @@ class PackedExperts:
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
-    only_read: bool = False  # the whole stack may come from the weight cache
+    only_read: bool = False  # the caller does not write into the dense stack, so ``dense`` may return a cached one
 
     def dense(self) -> Tensor:
         """Decode all experts: [experts, ...]. The result may be cached, so do not write into it."""
@@ -50,14 +50,20 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode only the experts ``ids``, int64 [n]: [n, ...]. transformers indexes a dense stack in the same way."""
+        """Decode only the experts ``ids``, int64 [n]. Return [n, ...].
+
+        transformers indexes a dense stack in the same way, so its code also works with a packed stack.
+        """
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Copy the packed bytes of the experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
+        """Return a smaller packed stack, [n, ...], with copies of the packed bytes of the experts ``ids``, int64 [n].
+
+        Return a Reason if single experts cannot be copied.
+        """
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         from bitsandbytes.functional import QuantState
@@ -79,11 +85,15 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def has_whole_experts(self) -> bool:
-        """Return whether each expert consists of whole bytes, whole blocks and, if nested, whole second-level blocks."""
+        """Return whether single experts can be copied.
+
+        For that, each expert has to consist of whole bytes, whole blocks and, if nested, whole second-level blocks.
+        """
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(
-            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, not a shard
+            # false for a storage dtype other than uint8, and for a shard of a stack
+            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
         )
@@ -93,13 +103,17 @@ class PackedExperts:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by name. bitsandbytes' parametrization is the first in it."""
+    """Return the ParametrizationList of each packed stack of a module, by name. Its first entry is bitsandbytes' parametrization."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed the stack or put adapters on it. It then also saves and merges it while the patch is off."""
+    """Return whether nf4_patch packed a stack or put adapters on it. nf4_patch saves and merges such a stack even while it is off.
+
+    Args:
+        chain: the ParametrizationList of the stack.
+    """
     packed = sys.modules.get(f"{__package__}.packed")
     return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
 
@@ -125,11 +139,16 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Return whether reading one of the stacks runs more than bitsandbytes' parametrization, or returns something else.
+    """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
 
-    Offloading and sharding gather and free a weight in hooks. These hooks are on the experts module, on the ParametrizationList
-    (a chain), or on bitsandbytes' parametrization in it. bitsandbytes hooks the experts module too, to cache a dense stack during a
-    forward. An outer ``parametrize.cached()`` caches it for longer, and counts as a hook.
+    The packed bytes must not be read directly then, because libraries for offloading and sharding load and free a weight in hooks.
+    Such hooks are on the experts module, on the ParametrizationList, or on bitsandbytes' parametrization in that list.
+
+    bitsandbytes' own two hooks on the experts module, which cache a dense stack during a forward, do not count. An outer
+    ``parametrize.cached()`` keeps the dense stack for longer, so it counts.
+
+    Args:
+        chains: the ParametrizationList of each stack, by name.
     """
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     if library is None or any(HOOKS_ON_ALL):

@@ -1,6 +1,6 @@
-"""The result of each kernel in kernels.py, in plain PyTorch: computed in fp32 and rounded once. Tests compare with it.
+"""Reference functions in plain PyTorch for the kernels in kernels.py. Tests compare the kernels with them.
 
-The arguments and results are those of launch.py.
+Each result is computed in fp32 and rounded once. Arguments and results are those of the functions in launch.py.
 """
 
 from __future__ import annotations

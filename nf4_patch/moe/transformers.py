@@ -29,15 +29,15 @@ from .read import PackedExperts, packed_chains, stacks_of
 
 
 class Loads:
-    """Record whether a model was loaded with ``experts="4bit"`` on.
+    """Record whether a model was loaded while ``experts="4bit"`` was on.
 
-    If so, experts in 16 bits were skipped on request, or loading has warned about them already.
+    If so, the forward does not warn of experts in 16 bits. Either the user asked for them, or loading has warned of them already.
     """
 
     seen = False
 
 
-@functools.cache  # slow: walks all objects
+@functools.cache  # cached, because it is slow: it walks all objects of the process
 def is_nothing_packed() -> bool:
     """Return whether this process has no packed stack."""
     library = sys.modules.get("bitsandbytes.nn.parametrize")
@@ -57,13 +57,18 @@ def warn_of_16_bits(module: Any) -> None:
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    """Run our forward of the experts, with the LoRA factors of its wrappers."""
+    """Run our forward of the experts, with the LoRA factors of ``wrappers``.
+
+    Args:
+        routed: hidden_states, top_k_index and top_k_weights.
+    """
     try:
         return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
     except Exception:
         raise
     except BaseException:
-        # bitsandbytes ends its caching of dense stacks in a hook, which PyTorch does not call after a KeyboardInterrupt
+        # PyTorch does not call forward hooks after a KeyboardInterrupt. So call bitsandbytes' hook here, which ends the caching of
+        # dense stacks.
         library = sys.modules.get("bitsandbytes.nn.parametrize")
         for hook in module._forward_hooks.values():
             if library is not None and hook is library._disable_parametrization_cache:
@@ -72,10 +77,13 @@ def run(
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
-    """Replace a forward of experts. An error in our forward reaches the caller, and the original does not run after it.
+    """Make the replacement for a forward of experts.
+
+    If our forward raises an error, the caller gets the error, and the original forward does not run.
 
     Args:
-        whole: the forward reads all experts and does not write into them. Otherwise it copies the experts of each row.
+        whole: True for a forward that multiplies by the weights of all experts, and only reads them. False for a forward that
+            copies the weight of each row's expert.
     """
     dequantizer = Dequantizer(target.name)
 
@@ -93,7 +101,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         if isinstance(refused, Reason):
             if not wrappers:
                 return refused
-            dequantizer.fallbacks.count(refused)  # our forward still runs, for LoRA, and reads the dense stack
+            dequantizer.fallbacks.count(refused)  # our forward still runs, to apply LoRA, but reads the dense stack
         for wrapper in wrappers:
             wrapper.is_asked = True
         read = {} if isinstance(stacks, Reason) else stacks
@@ -102,8 +110,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
-# Replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward. Also replaces ``LigerExperts.forward``,
-# which decodes a packed stack in each pass and ignores LoRA on it.
+# ``grouped_mm`` replaces two functions. ``grouped_mm_experts_forward`` saves the dense stacks for the backward.
+# ``LigerExperts.forward`` decodes a packed stack in each pass, and ignores LoRA adapters on it.
 grouped_mm = functools.partial(experts, whole=True)
-# Replaces ``batched_mm_experts_forward``, which ``generate`` uses to decode tokens on a GPU.
+# ``batched_mm`` replaces ``batched_mm_experts_forward``, which ``generate`` uses for its one-token steps on a GPU.
 batched_mm = functools.partial(experts, whole=False)

@@ -1,7 +1,7 @@
-"""Pinned host memory that the GPU reads like its own: packed experts of ``enable(offload="6GiB")`` live in it.
+"""Pinned host memory for the packed experts that ``enable(offload="6GiB")`` moves out of GPU memory.
 
-A tensor in this memory is still a CUDA tensor: the memory is mapped into the GPU's address space at the host's address. Every
-operation on a parameter therefore works on it too, only slower, because the GPU reads over the bus.
+The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA tensor. Every operation
+on a parameter works as before, only slower, because the GPU reads over the bus.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ..patching.option import size_in_words
 
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-ALIGNMENT, ROOM = 256, 4096  # bytes: PyTorch's allocator aligns like this; room for the alignment of 16 tensors
+# ALIGNMENT: in bytes, as in PyTorch's allocator. ROOM: extra bytes of a block, which the alignment of 16 tensors may need.
+ALIGNMENT, ROOM = 256, 4096
 ADVICE = 'free host memory, or keep more experts on the GPU with a larger offload="...GiB"'
 
 
 class Cuda:
-    """All CUDA calls of the offload folder. Tests replace them with a version for plain CPU tensors."""
+    """All CUDA calls of the offload folder. Tests replace this class with a version for plain CPU tensors."""
 
     kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -42,7 +43,7 @@ class Cuda:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
             return "this GPU cannot read host memory at the host's address"
-        with torch.cuda.device(device):  # PyTorch takes the current device for the device of this memory
+        with torch.cuda.device(device):  # PyTorch treats the memory as memory of the device that is current now
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
         if not int(code):
             return ""
@@ -51,15 +52,15 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory. During a CUDA graph capture, which unpinning would end, leave it pending for the next call."""
+        """Unpin memory. During a CUDA graph capture, which unpinning would break, leave the memory for the next call to unpin."""
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
-            torch.cuda.synchronize(device)  # a kernel may still read it
+            torch.cuda.synchronize(device)  # a kernel may still be reading the memory
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], in the host memory of ``part``. The tensor keeps ``part`` alive."""
+        """Return the host memory that ``part`` describes as a CUDA tensor, uint8 [bytes]. The tensor keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -81,9 +82,11 @@ class HostBlock:
         self.resident = 0  # bytes of the modules that stay on the GPU; one block per GPU carries this count
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        # The prefetcher's notes: the fingerprint of each weight at its last read, by the address of its packed bytes
+        # The prefetcher writes two notes here. ``fingerprints``: the fingerprint of each weight when it was last read, by the
+        # address of its packed bytes.
         self.fingerprints: dict[int, Fingerprint] = {}
-        # and the next block, by the block before this one, because forward and backward use opposite orders of layers.
+        # ``after``: the block that was read after this block, by the block that was read before it. Forward and backward read the
+        # layers in opposite orders, so the block before shows which block comes next.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
@@ -94,7 +97,8 @@ class HostBlock:
         """
         self.device, size = device, self.capacity + ROOM
         try:
-            # Shared memory, so that a fork does not copy pinned pages. PyTorch rounds its pinned memory up to a power of two.
+            # ``mmap`` returns shared memory, so that a fork does not copy pinned pages. PyTorch's own pinned memory is not used,
+            # because its sizes are rounded up to a power of two.
             host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             failure = cuda.register(host, device)
         except OSError as error:
@@ -109,7 +113,7 @@ class HostBlock:
         return host
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Move a tensor into the block and return it as a CUDA tensor. If the plan left too little room, return it unmoved."""
+        """Copy a tensor into the block. Return the copy as a CUDA tensor, or ``tensor`` itself if the block has too little room."""
         if self.host is None:
             self.host = self.pinned(tensor.device)
         destination = self.host[self.size : self.size + tensor.nbytes]
@@ -125,18 +129,18 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of the block's tensors, not a part of one."""
+        """Return whether ``tensor`` is a whole tensor of this block, not a slice of a tensor and not in other memory."""
         return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
-blocks: dict[int, Reference] = {}  # by the address of each tensor; unique while its block lives
-# Called with the GPU when its last host block was freed
+blocks: dict[int, Reference] = {}  # the block of each tensor, by the tensor's address, unique while the block lives
+# Functions that are called with a GPU when the last host block of that GPU was freed
 on_last_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def no_block() -> None:
-    """Return None, like the weak reference of a freed block."""
+    """Stand in for a weak reference to a freed block: return None."""
 
 
 def living() -> set[HostBlock]:

@@ -16,7 +16,7 @@ class OffloadStatus:
     resident: int = 0  # bytes of packed experts on the GPU, prefetch buffers included
     in_host: int = 0  # bytes of packed experts in host memory
     fetches: int = 0  # copies of an experts module to the GPU
-    late: int = 0  # fetches that started only when the experts were read, not ahead
+    late: int = 0  # fetches that were not prefetched: they started only when the experts were read
 
     def __str__(self) -> str:
         resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)

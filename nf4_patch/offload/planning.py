@@ -16,12 +16,13 @@ from . import host_memory
 from .host_memory import ADVICE, HostBlock
 
 gate = switch.gates["offload"]
-# For each model being loaded: host blocks by module path, or the error message, because transformers only logs the exception
+# plans: for each model that is being loaded, its host blocks by module path. After a failure, the error message takes their place,
+# and is raised after loading, because transformers only logs the exception.
 plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the bytes of a packed stack with 64 elements per block and 256 blocks per second-level block."""
+    """Return the bytes of a packed stack and its absmax, for 64 elements per block and 256 blocks per second-level block."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
@@ -34,14 +35,14 @@ def free_memory() -> float:
 
 
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which experts modules of a model go to host memory. A module is never split.
+    """Decide which experts modules of a model go to host memory, and record them in ``plans``. A module is never split.
 
     Args:
-        stacks: (full name, device, packed bytes) of each stack that will be packed.
+        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts.
 
     Raises:
-        ConfigError: the budget does not hold two buffers.
-        MemoryError: the host has less memory than is needed.
+        ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
+        MemoryError: the chosen modules need more host memory than is free.
     """
     if not gate.on:
         return
@@ -62,7 +63,8 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
                 f'experts module each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
             )
         share, resident = 0, total
-        for path, size in sizes.items():  # spread evenly over the layers, so that copies overlap with computation
+        # The modules that stay on the GPU are spread evenly over the layers, so that copies overlap with computation.
+        for path, size in sizes.items():
             share += on_gpu * size
             if share >= total * size:
                 share -= total * size
@@ -81,7 +83,7 @@ def blocks_of(model: Any) -> dict[str, HostBlock]:
     """Return the host blocks planned for a model that is being loaded, by module path.
 
     Raises:
-        MemoryError: a stack of the model could not be placed.
+        MemoryError: a stack of the model could not be moved to host memory.
     """
     planned = plans.get(model, {})
     if isinstance(planned, str):
@@ -90,7 +92,7 @@ def blocks_of(model: Any) -> dict[str, HostBlock]:
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """Move a packed stack and its absmax tensors to host memory if the plan says so. Return the parameter."""
+    """Move a packed stack and its absmax tensors to host memory if ``plan`` chose its module. Return ``parameter``."""
     block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
     if block is None:
         return parameter

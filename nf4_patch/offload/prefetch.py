@@ -34,14 +34,14 @@ class Buffer:
         self.memory: Tensor | None = None
         self.arrived = host_memory.cuda.event()
         self.block: Reference | None = None
-        self.fingerprints: dict[int, Fingerprint] = {}  # fingerprints of the block's weights at the time of the copy
+        self.fingerprints: dict[int, Fingerprint] = {}  # HostBlock.fingerprints at the time of the copy
         self.streams: dict[int, Any] = {}  # the streams that read the buffer since the copy, by handle
-        # Views of a weight's packed, absmax and absmax2, None for a tensor outside the block. The block is part of the key,
-        # because a later block may reuse an address.
+        # ``views``: for each weight, the views of its packed, absmax and absmax2 in this buffer, or None for a tensor outside the
+        # block. The key contains the block, because a later block may have the same addresses.
         self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
 
     def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
-        """Make the buffer's views of a weight's packed, absmax and absmax2, and remember them."""
+        """Return this buffer's views of a weight's packed, absmax and absmax2, and remember them in ``views``."""
         assert self.memory is not None and block.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
@@ -59,17 +59,19 @@ class Prefetcher:
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # the lock is held until the decode is launched
         self.stream = host_memory.cuda.stream(device)
-        self.buffers = [Buffer(), Buffer()]  # the buffer that was read last comes first
+        self.buffers = [Buffer(), Buffer()]  # the buffer that was read most recently comes first
+        # ``now`` is the block that was read most recently, and ``before`` the block before it. The references are weak, so that a
+        # block is freed with its tensors.
         self.before: Reference = no_block
-        self.now: Reference = no_block  # all references here are weak, so that a block dies with its tensors
+        self.now: Reference = no_block
         self.fetches = self.late = 0
 
     def decode(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Call ``run`` with the weight's copy in a prefetch buffer. If no buffer has a copy, fetch it now.
+        """Call ``run`` with the weight's copy in a prefetch buffer. If no buffer holds the weight, copy its host block now.
 
-        A slice of a stack is read directly from host memory.
+        A slice of a stack is not in any buffer, and is read directly from host memory.
         """
         reference = weakref.ref(block)  # always the same object while the block lives
         with self.lock:
@@ -109,9 +111,13 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Start the copy of a host block into a buffer, after the last use of the buffer's contents."""
+        """Start the copy of a host block into a buffer. The copy stream first waits for all earlier reads of the buffer.
+
+        Args:
+            ahead: True for a prefetch, False if the caller needs the block now.
+        """
         self.empty(buffer)
-        if not ahead:  # the copy must include writes of the current stream
+        if not ahead:  # the current stream may have written to the block, and the copy must include these writes
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
         assert block.host is not None
         with host_memory.cuda.running_on(self.stream):
@@ -126,7 +132,7 @@ class Prefetcher:
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
-        """Let the copy stream wait for all reads of the buffer, so that it may be overwritten."""
+        """Let the copy stream wait for all reads of the buffer, so that the buffer may be overwritten."""
         buffer.block = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
@@ -146,7 +152,10 @@ prefetchers: dict[torch.device, Prefetcher] = {}
 
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
-    """Call ``dequantizer.of_state``. Fetch a stack from host memory first, unless its dense weight is cached."""
+    """Decode a packed weight, as ``dequantizer.of_state`` does.
+
+    A weight in host memory is decoded from its copy in a prefetch buffer, unless its dense weight is in the cache.
+    """
     block = None if modes_active() else blocks.get(packed.data_ptr(), no_block)()
     weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
     fingerprint = None if type(weight) is Reason or transforms_active() is not None else fingerprint_of(weight)
@@ -165,7 +174,7 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
     """Return a fingerprint that changes whenever packed, absmax or absmax2 do.
 
-    Return None if one of them has no version counter.
+    Return None if one of these tensors has no version counter.
     """
     packed, absmax, absmax2, *_ = weight
     try:
@@ -200,7 +209,7 @@ def free_buffers(device: torch.device) -> None:
 
 
 def follow(_config: Any) -> None:
-    """Free all buffers when the option is switched off."""
+    """Free all buffers if the option is off now. ``switch`` calls this function after every change of the configuration."""
     if not gate.on:
         for prefetcher in prefetchers.values():
             prefetcher.clear()
