@@ -47,7 +47,9 @@ class Status:
     weights: dict[str, int] = field(default_factory=dict)  # number of weights dequantized so far, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
-    matmul: dict[str, str] = field(default_factory=dict)  # outcome and times of each measurement, by size
+    matmul: dict[str, str] = field(
+        default_factory=dict
+    )  # outcome and times of each measurement of the fused matmul, by the size of x and the weight
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property

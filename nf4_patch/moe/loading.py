@@ -306,10 +306,9 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """Return a function that maps a checkpoint's key to three things.
+    """Return a function that maps a checkpoint's key to (full name of the parameter, converter, pattern).
 
-    These are the full name of the parameter, and the converter and the pattern that match the key. Converter and pattern are None
-    if the key needs no conversion.
+    The converter and its pattern match the key. Both are None if the key needs no conversion.
 
     Args:
         mapping: transformers' conversions for the model.

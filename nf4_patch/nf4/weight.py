@@ -48,7 +48,7 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        The memo is looked up by addresses and plain fields. One call into PyTorch then compares class, dispatch keys, dtype,
+        The memo is looked up by the weight's addresses, shape and dtype. One call into PyTorch then compares class, dispatch keys, dtype,
         device, sizes and strides of all tensors. If they match, the fingerprint is the same. This comparison takes a third of
         the time of computing the fingerprint.
 

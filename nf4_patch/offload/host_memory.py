@@ -134,7 +134,9 @@ class HostBlock:
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
-blocks: dict[int, Reference] = {}  # the block of each tensor, by the tensor's address, unique while the block lives
+blocks: dict[
+    int, Reference
+] = {}  # transformer block of each tensor, by the address of the tensor, which no other tensor can have while the block lives
 # Functions that are called with a GPU when the last host block of that GPU was freed
 on_last_block_freed: list[Callable[[torch.device], None]] = []
 

@@ -30,7 +30,7 @@ VARIABLES = (
 
 
 def options_set() -> list[str]:
-    """Return "NAME=value" for each option that the environment sets to something other than its default or off."""
+    """Return "NAME=value" for each option that the environment sets to a value that is neither its default nor "off"."""
     given = {v: os.environ.get(v.name, "").strip() for v in VARIABLES if v.option}
     asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
     return [f"{v.name}={given[v]}" for v in asks]

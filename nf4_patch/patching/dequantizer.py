@@ -64,7 +64,7 @@ def is_called_by(module: str) -> bool:
 
 
 class Reader:
-    """Interface to the cache. ``enable(cache=...)`` puts the cache in place of the module's ``reader``."""
+    """What dequantize calls need of the weight cache. ``enable(cache=...)`` puts the cache in place of the global ``reader``."""
 
     on = False  # while False, ``read`` is not called
 

@@ -10,7 +10,7 @@ from .target import ALWAYS, Target
 
 
 class Gate:
-    """Whether the targets of one option are on."""
+    """A switch shared by all targets of one option."""
 
     def __init__(self, on: bool = False) -> None:
         self.on = on

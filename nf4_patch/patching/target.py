@@ -88,7 +88,7 @@ class Target:
 
 SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
 LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL),)
-# The TESTED_ names list releases that scripts/release_matrix.py ran. docs/data/releases.json lists the machines.
+# Each TESTED_ constant holds the releases that scripts/release_matrix.py ran. docs/data/releases.json lists the machines.
 TESTED_OP = ("0.50.2",)
 TESTED_UNSLOTH = ("2026.9.7", "2026.10.9")
 TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")

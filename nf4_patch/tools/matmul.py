@@ -110,9 +110,9 @@ class Weights:
         return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
 
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
-        """Return the relative L2 errors against fp64 of ``ours``, and of dequantize + matmul.
+        """Return two relative L2 errors against the product in fp64: that of ``ours``, and that of dequantize + matmul.
 
-        ``ours`` is our product of x and the first weight. The other two products are computed here.
+        ``ours`` is the fused matmul's product of x and the first weight. The product in fp64 and dequantize + matmul are computed here.
         """
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

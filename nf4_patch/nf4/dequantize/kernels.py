@@ -50,7 +50,7 @@ def round_to(value, dtype):
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
     """Decode and store single elements, bit-identical to ptx.decode.
 
-    The portable path decodes all elements with this function. Otherwise only those past the last whole 32-bit word use it.
+    On the portable path this function decodes all elements. With PTX it decodes only those past the last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
