@@ -39,7 +39,7 @@ from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState that holds the dense copy while its layer runs
 gate = switch.gates["cache"]
-# an attached dense copy: a list of one tensor, which is emptied when the layer returns, in case the state was copied
+# a list of one dense weight. Copies of the state share the list, so emptying it frees the weight for all of them
 Attached = list[torch.Tensor]
 
 

@@ -230,7 +230,7 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 def checkpoint_options(function: Any) -> dict[str, Any]:
     """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
 
-    With Unsloth the dict is always empty. Its compiled layers can be captured, but two trainings with such graphs differed.
+    With Unsloth the dict is always empty. Its compiled layers can be captured, but it is not proven that results stay bit-identical.
     """
     if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
         return {}

@@ -58,7 +58,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: minimum numbers of elements, by the number of rows above which each applies.
+        least: {rows: minimum number of elements of the weight}. An entry applies to an X with more rows than its key.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 

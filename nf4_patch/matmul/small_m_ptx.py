@@ -33,7 +33,9 @@ from .tuning import SmallMConfig
 # of these lanes reads its own copy.
 TABLE_BYTES = 32768
 SUM_BYTES = 8192  # partial sums; with the table and code2 still under 48 KiB, the limit without an opt-in
-SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256  # for sums and an adapter, beside the table, code2, codes and barriers
+SHARED_BYTES = (
+    49152 - TABLE_BYTES - 1024 - 256
+)  # for sums and an adapter: 48 KiB without the table, code2 (1,024 bytes), and the codes and barriers (256 bytes)
 
 
 class Dialect(NamedTuple):

@@ -18,7 +18,8 @@ def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor |
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
     """Replace ``_gemv_rows`` for a batch of single tokens, [M, 1, K] to [M, 1, N].
 
-    If the fused matmul does not support a call, Unsloth's function runs. It returns None if its caller has to dequantize.
+    If the fused matmul does not support a call, return the Reason. Unsloth's own function then runs. Unsloth's function returns
+    None if its caller has to dequantize.
     """
     return fused.of_state(X, W, quant_state, None, out)
 

@@ -60,7 +60,7 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return the host memory that ``part`` describes as a CUDA tensor, uint8 [bytes]. The tensor keeps ``part`` alive."""
+        """Return a CUDA tensor, uint8 [bytes], over the host memory that ``part`` describes. The tensor keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:

@@ -57,7 +57,7 @@ class Prefetcher:
     """Prefetcher of one GPU: two buffers, a copy stream, and the order in which host blocks are read."""
 
     def __init__(self, device: torch.device):
-        self.device, self.lock = device, new_lock()  # the lock is held until the decode is launched
+        self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
         self.stream = host_memory.cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # the buffer that was read most recently comes first
         # ``now`` is the block that was read most recently, and ``before`` the block before it. The references are weak, so that a
