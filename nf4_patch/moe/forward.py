@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patching.context import transforms_active
+from ..patching.context import is_compiling, saved_tensors_hooks, transforms_active
 from ..patching.module_hooks import is_called_otherwise
-from . import launch
+from . import launch, reference
 from .product import ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
@@ -36,6 +36,11 @@ DEFAULTS = {
 def trait(module: Any, name: str) -> bool:
     """Return the value of an attribute in DEFAULTS. If the experts module lacks the attribute, return its default."""
     return bool(getattr(module, name, DEFAULTS[name]))
+
+
+def kernels_or_reference() -> Any:
+    """Return the module whose functions a backward calls: reference.py under compiled autograd, because Dynamo traces no launch."""
+    return reference if is_compiling() else launch
 
 
 class Saved(torch.autograd.Function):
@@ -105,7 +110,7 @@ class Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (row_of,) = ctx.saved_tensors
-        return launch.combine(gradient.contiguous(), row_of, ctx.dtype), None, None
+        return kernels_or_reference().combine(gradient.contiguous(), row_of, ctx.dtype), None, None
 
 
 class Gated(torch.autograd.Function):
@@ -126,7 +131,7 @@ class Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         (rows,) = ctx.saved_tensors
-        found = launch.silu_and_mul_backward(rows, gradient.contiguous())
+        found = kernels_or_reference().silu_and_mul_backward(rows, gradient.contiguous())
         return found, found if ctx.adds else None
 
 
@@ -152,8 +157,8 @@ class Weighted(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         rows, weights, slot_of = ctx.saved_tensors
         addend = None if addend is None else addend.contiguous()
-        found = launch.weigh(gradient.contiguous(), addend, rows, slot_of, weights, ctx.needs_input_grad[1])
-        return *found, None
+        weigh = kernels_or_reference().weigh
+        return *weigh(gradient.contiguous(), addend, rows, slot_of, weights, ctx.needs_input_grad[1]), None
 
 
 class Combined(torch.autograd.Function):
@@ -161,9 +166,9 @@ class Combined(torch.autograd.Function):
 
     The backward leaves the router's weights out, because ``Weighted`` applies them to the gradient.
 
-    ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so it ends before the down
-    projection. The backward reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of the function, so
-    that autograd also runs the backward of ``Saved`` and frees the tensor.
+    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so it ends
+    before the down projection. The backward then reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of
+    the function, so that autograd also runs the backward of ``Saved`` and frees the tensor.
     """
 
     @staticmethod
@@ -171,12 +176,16 @@ class Combined(torch.autograd.Function):
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
+        if (
+            saved_tensors_hooks(True) is None
+        ):  # no checkpoint. Compiled autograd can read only the node's own saved tensors
+            ctx.save_for_backward(order.slot_of)
         return launch.combine(rows, order.row_of, dtype, weights, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (slot_of,) = ctx.saved.grad_fn.saved_tensors
+        (slot_of,) = ctx.saved_tensors or ctx.saved.grad_fn.saved_tensors
         found = gradient.to(ctx.dtype).index_select(0, slot_of // ctx.top_k)
         return found, found if ctx.adds else None, None, None, None, None
 

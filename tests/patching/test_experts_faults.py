@@ -10,12 +10,13 @@ import pytest
 import torch
 from changes import CHANGES, UNSEEN
 from target import raising
-from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
+from tiny_experts import DEVICE, STACKS, Layer, adapters_of, hits, ids_of, model_of, reasons, step, with_lora
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from nf4_patch.cache.store import cache
+from nf4_patch.moe import launch
 from nf4_patch.moe import transformers as adapter
 from nf4_patch.moe.read import PackedExperts, stacks_of
 from nf4_patch.patching.counters import counters
@@ -227,6 +228,24 @@ def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, back
     assert graphs == stock_graphs == 1 and not reasons()
     assert all(map(torch.equal, ours, stock)) and all(map(torch.equal, ours, want * 2))
     assert hits() == 4  # of the forwards: what is traced is not counted
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_autograd_around_the_backward_of_the_kernels(patched, monkeypatch):
+    """LoRA on both stacks: the gradients of the kernels' own backward, up to rounding in bf16."""
+    monkeypatch.setattr(launch, "supports", lambda tensor: True)
+    model = with_lora(model_of("qwen3", torch.bfloat16, lora=False))
+    model.enable_input_require_grads()
+    want = step(model, tokens=4)
+    model.zero_grad()
+    loss = model(input_ids=ids_of(4), labels=ids_of(4)).loss
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    found = {name: each.grad for name, each in adapters_of(model).items()}
+    assert found.keys() <= want.keys() and not reasons()
+    for name, gradient in found.items():
+        assert (gradient - want[name]).norm() <= 2**-6 * want[name].norm(), name
 
 
 def test_cached_experts_without_a_gradient(patched):
