@@ -53,7 +53,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
     Args:
         may_measure: False in a training step. A size that was never measured then gets None on a GPU without a shipped table.
     """
-    if m > LAST_ROWS[-1]:
+    if m > LAST_ROWS[-1] or device < 0:  # PyTorch's index of the CPU is -1
         return None
     size = device, m, n, k
     if size not in _configs:

@@ -200,7 +200,9 @@ def test_grpo(tmp_path):
         assert same_training(record, off)  # with matmul="auto" too: on the CPU the fused matmul never runs
     assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
     # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
-    assert fallbacks(auto) == {"NOT_CUDA": steps * tokens * LINEARS, "MATMUL_OPERANDS": steps * 2 * LINEARS}
+    # No kernel adds LoRA on the CPU, so peft's forward runs each time.
+    missed = {"NOT_CUDA": steps * tokens, "MATMUL_OPERANDS": steps * 2, "NOT_FASTER": steps * (tokens + 2)}
+    assert fallbacks(auto) == {name: count * LINEARS for name, count in missed.items()}
 
 
 @pytest.mark.full
