@@ -103,9 +103,8 @@ def why_not(
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
     m: Any = x.numel() // k
-    every = (
-        (m,) if type(m) is int else LAST_ROWS
-    )  # Dynamo traces the rows as a symbol: the graph serves every number of them
+    # Dynamo may trace the number of rows as a symbol. The graph then runs for every number of rows.
+    every = (m,) if type(m) is int else LAST_ROWS
     if any(config_for(x.get_device(), rows, n, k) is None for rows in every):
         return Reason.NOT_FASTER
     m = every[-1]
