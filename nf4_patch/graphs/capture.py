@@ -33,12 +33,19 @@ from .fingerprint import Fingerprint
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warning in sync debug mode
 
 
-# Getters of PyTorch's global modes that change which kernels a layer runs
-MODES: list[Callable[[], Any]] = [torch.get_float32_matmul_precision, torch.are_deterministic_algorithms_enabled] + [
+def matmul_precision() -> str:
+    """Return the precision of fp32 matrix products, such as "tf32"."""
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)  # PyTorch >= 2.9; the older function may raise there
+    return str(getter("cuda", "matmul") if getter else torch.get_float32_matmul_precision())
+
+
+# MODES: getters of PyTorch's global modes that change which kernels a layer runs
+MODES: list[Callable[[], Any]] = [matmul_precision, torch.are_deterministic_algorithms_enabled] + [
     getattr(torch._C, name)
     for name in (
         "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
         "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
     )
     if hasattr(torch._C, name)
 ]  # fmt: skip
@@ -383,11 +390,12 @@ class GraphedLayer:
         """Return the gradient of x, and the gradients of the parameters as one flat tensor per dtype.
 
         The gradient of x is None if x requires no gradient. The first call sets ``parameters`` to the parameters that receive a
-        gradient.
+        gradient. Autocast is off, as it is in the thread in which autograd runs an eager backward.
         """
         used = list(range(len(self.aliases))) if self.parameters is None else self.used
         inputs = [*([x] if x.requires_grad else []), *[self.aliases[index] for index in used]]
-        found = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
+        with torch.autocast(DEVICE, enabled=False):
+            found = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
         dx = found.pop(0) if x.requires_grad else None
         if self.parameters is None:
             self.used = [index for index in used if found[index] is not None]

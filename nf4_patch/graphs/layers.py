@@ -31,6 +31,7 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
+REPLACING = 64  # eager calls before the graphs of another shape are replaced
 # FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for
 # another reason, the capture is tried again later.
 FOR_GOOD = {
@@ -58,6 +59,8 @@ class Shape:
         default_factory=weakref.WeakKeyDictionary
     )  # by layer, how many eager calls the most recent ``postpone`` demanded
     refusal: Refusal | None = None  # for all layers: set when the GPU had no memory for a capture
+    used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
+    began: int = 0  # value of ``Graphs.clock`` when ``calls`` was empty
 
     def captured(self) -> list[GraphedLayer]:
         return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
@@ -83,6 +86,7 @@ class Graphs:
             weakref.WeakValueDictionary()
         )  # by device; the graphs keep the pools alive
         self.lock = threading.RLock()  # held during a capture
+        self.clock = 0  # number of calls so far
         self.replays = 0
 
     def drop(self) -> None:
@@ -100,9 +104,11 @@ class Graphs:
             torch.cuda.empty_cache()
 
     def shape_of(self, key: Any) -> Shape:
+        self.clock += 1
         shape = self.shapes.get(key)
         if shape is not None:
             self.shapes.move_to_end(key)
+            shape.used = self.clock
             return shape
         shape = self.seen.setdefault(key, Shape())
         self.seen.move_to_end(key)
@@ -113,9 +119,24 @@ class Graphs:
     def calls_before_capture(self, shape: Shape) -> int:
         """Return how many calls of a layer run eagerly before its capture.
 
-        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls.
+        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls. It is largest
+        if the capture replaces the graphs of another shape.
         """
-        return SIGHTINGS + sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
+        others = sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
+        return SIGHTINGS + others if others < SHAPES else REPLACING
+
+    def is_due(self, shape: Shape, layer: nn.Module) -> bool:
+        """Count an eager call of the layer, and return whether the layer has to be captured now.
+
+        If the capture would replace the graphs of another shape, only calls since the last use of that shape count. Otherwise
+        a data set of many lengths would capture at every few steps, and replay too rarely to gain from it.
+        """
+        limit = self.calls_before_capture(shape)
+        if limit == REPLACING and next(iter(self.shapes.values())).used > shape.began:
+            shape.calls.clear()
+            shape.began = self.clock
+        calls = shape.calls[layer] = shape.calls.get(layer, 0) + 1
+        return calls > limit
 
     def postpone(self, shape: Shape, layer: nn.Module) -> None:
         """Drop the layer's graphs of this shape, and run the layer eagerly for a number of calls.
@@ -336,8 +357,7 @@ def graphed(target: Target, original: Function) -> Function:
         shape = graphs.shape_of(key)
         graph = shape.refusal or shape.graphs.get(self)
         if graph is None:
-            calls = shape.calls[self] = shape.calls.get(self, 0) + 1
-            if calls <= graphs.calls_before_capture(shape):
+            if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:
                 graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))

@@ -29,6 +29,7 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -133,6 +134,7 @@ def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
     if not GPU:
         graphs_without_cuda.install(monkeypatch)
+        monkeypatch.setattr(experts_launch, "supports", lambda tensor: False)  # Triton's interpreter takes minutes for them
     yield
     nf4_patch.disable()
     gc.collect()
@@ -173,6 +175,26 @@ def test_without_autocast_and_with_fp32_adapters():
 
 def test_inputs_without_a_gradient():
     assert compared(lambda: model_of(inputs=False))["replays"] == 3 * (STEPS - 2)
+
+
+def test_precision_of_matrix_products_in_its_two_forms():
+    """PyTorch's older function raises after the precision was set for one backend."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("PyTorch before 2.9")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert compared(model_of)["replays"] == 3 * (STEPS - 2)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_math_attention():
+    """It multiplies in fp32, outside of the layer's autocast: an autocast around the capture would round its gradients to bf16."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert compared(model_of)["replays"] == 3 * (STEPS - 2)
 
 
 def test_attention_dropout():
@@ -470,26 +492,36 @@ def test_second_derivatives():
 # --- shapes, streams, threads ---
 
 
-def test_varying_lengths():
+def step_of_lengths(length_of):
     def step_of(model, optimizer, step):
-        loss = loss_of(model, step, length=(32, 48, 64, 32, 32)[step % 5])
+        loss = loss_of(model, step, length=length_of(step))
         loss.backward()
         return [loss.item()]
 
-    found = compared(model_of, step_of, steps=25)
+    return step_of
+
+
+def test_varying_lengths():
+    found = compared(model_of, step_of_lengths(lambda step: (32, 48, 64, 32, 32)[step % 5]), steps=25)
     assert 0 < found["replays"] < 3 * 25
     assert found["status"].graphs.shapes == 3
 
 
 def test_least_recently_used_shape_goes(monkeypatch):
     monkeypatch.setattr(graphs_module, "SHAPES", 2)
+    monkeypatch.setattr(graphs_module, "REPLACING", 4)
+    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step // 6)), steps=30)
+    assert found["status"].graphs.shapes == 2
+    assert found["replays"] == 3 * (4 + 3 + 2 + 2 + 2)  # of five lengths, six steps each
 
-    def step_of(model, optimizer, step):
-        loss = loss_of(model, step, length=16 * (1 + step // 6))
-        loss.backward()
-        return [loss.item()]
 
-    assert compared(model_of, step_of, steps=30)["status"].graphs.shapes == 2
+def test_shapes_in_use_are_not_replaced(monkeypatch):
+    """Of four lengths in turns, two run as graphs, and nothing is captured again."""
+    monkeypatch.setattr(graphs_module, "SHAPES", 2)
+    monkeypatch.setattr(graphs_module, "REPLACING", 4)
+    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step % 4)), steps=40)
+    assert found["status"].graphs.shapes == 2
+    assert found["replays"] == 3 * (8 + 7)  # after two and three eager steps of ten
 
 
 @pytest.mark.gpu

@@ -230,6 +230,7 @@ def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, back
     assert hits() == 4  # of the forwards: what is traced is not counted
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_autograd_around_the_backward_of_the_kernels(patched, monkeypatch):
