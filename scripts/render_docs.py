@@ -83,9 +83,6 @@ def digits(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-# --- one table for all ---
-
-
 def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None) -> str:
     """Return a Markdown table with a row per distinct key, and a column per distinct heading.
 
@@ -141,7 +138,7 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [
      lambda: speedups("recipe-moe", "fused", "16-bit experts")
      or speedups("step-moe-trl", "liger, fused", "16-bit experts")),
     ("the same mixture, graphs", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "Unsloth",
-     lambda: speedups("graphs", "graphs", "unsloth", model="Qwen3-30B-A3B")),
+     lambda: speedups("graphs", "graphs", "unsloth", model="Qwen3-30B-A3B", layers=2)),
     ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      lambda: speedups("graphs", "graphs", "unsloth", model="Llama-3.1-8B", layers=4)),
     ("peft or TRL", "`enable()`", "no patch",
@@ -203,7 +200,8 @@ def trained() -> Record:
 def requirements() -> str:
     """Return the releases of a measured step as requirements of pip."""
     installed = trained()["machine"]["releases"]
-    pins = [f"{name}=={installed[name].partition('+')[0]}" for name in (*RELEASES, "wrapt") if name != "unsloth"]
+    names = (name for name in (*RELEASES, "wrapt") if name in installed and name != "unsloth")
+    pins = [f"{name}=={installed[name].partition('+')[0]}" for name in names]
     return "\n".join([f"These releases were tested together on an {trained()['gpu']}:\n\n```text", *pins, "click\n```"])
 
 
@@ -329,8 +327,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         {"command": "`nf4-patch {name}`", "": "{summary}"}),
 }  # fmt: skip
 
-
-# --- the pages ---
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PART = re.compile(r"<!-- ([\w-]+)(: generated)? -->.*?<!-- /\1 -->", re.DOTALL)
