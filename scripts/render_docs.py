@@ -34,8 +34,6 @@ OURS = "nf4_patch"
 RELEASES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 Record = dict[str, Any]
 
-# --- records ---
-
 
 def sources() -> dict[str, str]:
     """Return data file -> the command that writes it. GPU in the name of a file stands for h100 or h200."""
@@ -153,11 +151,8 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [
 
 def gains(count: int | None = None) -> str:
     """Return the table of the first ``count`` rows of GAINS, or of all."""
-    found = (
-        record | {"training": training, "typed": typed, "against": against}
-        for training, typed, against, find in GAINS[:count] for record in find()
-    )  # fmt: skip
-    rows = {"training": "{training}", "what to type": "{typed}", "compared with": "{against}", "GPU": "{gpu}"}
+    found = (record | {"gain": gain} for gain in GAINS[:count] for record in gain[-1]())
+    rows = {"training": "{gain[0]}", "what to type": "{gain[1]}", "compared with": "{gain[2]}", "GPU": "{gpu}"}
     return pivot(found, rows, {"{clock}": "{speedup}"})
 
 
@@ -172,18 +167,16 @@ def offload(**where: Any) -> list[Record]:
     for run in runs:
         sizes = {
             "dense": 2 * PARAMETERS[run["model"]], "packed": run["loaded"] + run["in_host"], "experts": run["in_host"],
-            "others": run["loaded"], "adapters": run["adapters_held"], "loading": run["peak_loading"]["reserved"],
-            "training": run["peak"]["reserved"], "card": run["cap"] * 2**30 + 0.5e9,  # CUDA itself takes half a GB
+            "adapters": run["adapters_held"], "loading": run["peak_loading"]["reserved"], "training": run["peak"]["reserved"],
+            "card": (run["cap"] * 2**30 or 79.5e9) + 0.5e9,  # CUDA itself takes half a GB
         }  # fmt: skip
         run |= {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
-        run |= {"billion": PARAMETERS[run["model"]] / 1e9, "bus_ms": run["fetched"] / run["bus"] * 1e3}
+        run["bus_ms"] = run["fetched"] / run["bus"] * 1e3
         run["lora"] = "attention" if run["attention_only"] else "attention, experts"
-        run["capped"] = f"{run['card_gb']:.0f}" if run["cap"] else "80"
     return [run for run in runs if where.items() <= run.items()]
 
 
-# all packed experts in host memory
-ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}
+ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 QWEN = {"model": "Qwen3-30B-A3B", **ALL}
 
 
@@ -199,9 +192,9 @@ def trained() -> Record:
 
 def requirements() -> str:
     """Return the releases of a measured step as requirements of pip."""
-    installed = trained()["machine"]["releases"]
-    names = (name for name in (*RELEASES, "wrapt") if name in installed and name != "unsloth")
-    pins = [f"{name}=={installed[name].partition('+')[0]}" for name in names]
+    wanted = {*RELEASES, "wrapt"} - {"unsloth"}
+    installed = trained()["machine"]["releases"].items()
+    pins = [f"{name}=={release.partition('+')[0]}" for name, release in installed if name in wanted]
     return "\n".join([f"These releases were tested together on an {trained()['gpu']}:\n\n```text", *pins, "click\n```"])
 
 
@@ -287,23 +280,20 @@ BLOCKS: dict[str, Callable[[], str]] = {
         {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
     "graphs": lambda: measured(
         sorted(records("graphs"), key=itemgetter("tokens")), {STEP: "{model}, {layers} layers: {words}"}, STEPS),
-    **{each: partial(steps, each, "{side}", "{peak_gib:.2f}") for each in ("step-trl", "step-moe-trl", "step-compiled")},
-    **{each: partial(steps, each, "{words}", "{reserved_gib:.1f}") for each in ("recipe", "recipe-16", "recipe-moe")},
+    **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
+    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
     "every-mixture": lambda: pivot(
         ({"name": name, **row} for name, row in sorted(load("mixtures.json")["mixtures"].items())),
-        {"packed": "{packed}", "saved and loaded again": "{reload}",
-         "LoRA with the usual `target_modules`": "{tutorial}", "LoRA with `target_parameters`": "{parameters}",
-         "merged": "{merge}", "dequantized and saved": "{export}"},
+        {"packed": "{packed}", "saved and loaded": "{reload}", "merged": "{merge}", "dequantized and saved": "{export}",
+         "LoRA with the usual `target_modules`": "{tutorial}", "LoRA with `target_parameters`": "{parameters}"},
         {"folders of transformers.models": "{name}"}),
     "mixtures-memory": lambda: measured(offload(**ALL), {
-        "GB": "{model}", "parameters": "{billion:.0f} billion", "in 16 bits": "{dense_gb:.0f}",
-        "packed": "{packed_gb:.0f}"}),
-    "offload-parts": lambda: measured(offload(**ALL), {
-        "GB": "{model}", "packed experts": "{experts_gb:.1f}", "all other weights": "{others_gb:.1f}",
-        "adapters in bf16": "{adapters_gb:.1f}", 'peak of a step with `"all"`': "{training_gb:.1f}"}),
+        "GB": "{model}", "model in 16 bits": "{dense_gb:.0f}", "packed model": "{packed_gb:.0f}",
+        "packed experts": "{experts_gb:.1f}", "adapters in bf16": "{adapters_gb:.1f}",
+        'peak of a step with `offload="all"`': "{training_gb:.1f}"}),
     "offload": lambda: measured(offload(), {
         "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}",
-        "GPU, GB": "{capped}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
+        "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
         "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
         "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
         "in host memory, GB": "{experts_gb:.1f}"}),
