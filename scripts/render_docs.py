@@ -167,7 +167,8 @@ def offload(**where: Any) -> list[Record]:
     for run in runs:
         sizes = {
             "dense": 2 * PARAMETERS[run["model"]], "packed": run["loaded"] + run["in_host"], "experts": run["in_host"],
-            "adapters": run["adapters_held"], "loading": run["peak_loading"]["reserved"], "training": run["peak"]["reserved"],
+            "adapters": run["adapters_held"], "loading": run["peak_loading"]["reserved"],
+            "training": run["peak"]["reserved"],
             "card": (run["cap"] * 2**30 or 79.5e9) + 0.5e9,  # CUDA itself takes half a GB
         }  # fmt: skip
         run |= {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
