@@ -304,7 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "card-glm": partial(figure, "{card_gb:.0f} GB", model="GLM-4.5-Air"),
     "targets": lambda: pivot(
         ({"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS),
-        {"library": "{t.library} {t.releases}", "replaced function": "`{name}`", "what it covers": "{t.covers}",
+        {"library": "{t.library} {t.releases}", "replaced function: what it covers": "`{name}`: {t.covers}",
          "tested with": "{tested}"}),
     "reasons": lambda: pivot(
         ({"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason),
