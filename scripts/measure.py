@@ -15,14 +15,16 @@ import sys
 import time
 
 import torch
-from tables import DATA, GPUS, sources
+from render_docs import DATA, GPUS, sources
 
 
 def main(wanted: list[str]) -> int:
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "machine without a GPU"
     gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
     if gpu is None:
-        sys.exit(f"this is a {found}, but docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/tables.py)")
+        sys.exit(
+            f"this is a {found}, but docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/render_docs.py)"
+        )
     named = {file.removesuffix("-GPU.json"): command for file, command in sources().items() if "-GPU" in file}
     if unknown := set(wanted) - named.keys():
         sys.exit(f"unknown file: {', '.join(sorted(unknown))}. Known files are {', '.join(named)}")
