@@ -3,6 +3,7 @@ loading; and what only a GPU shows: its grouped products, autocast, fp16, sizes 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def test_packed_while_loading(name, places, storage, tmp_path):
     sizes = SIZES if name == "qwen3" else {"hidden_size": 1024, "intermediate_size": 512, "num_local_experts": 32}
     stacks = saved(random_model(name, **sizes), tmp_path)
     largest = max(stack.nbytes for stack in stacks.values())
+    gc.collect()  # models of earlier tests
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -134,7 +134,9 @@ def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
     if not GPU:
         graphs_without_cuda.install(monkeypatch)
-        monkeypatch.setattr(experts_launch, "supports", lambda tensor: False)  # Triton's interpreter takes minutes for them
+        monkeypatch.setattr(
+            experts_launch, "supports", lambda tensor: False
+        )  # Triton's interpreter takes minutes for them
     yield
     nf4_patch.disable()
     gc.collect()
