@@ -1,14 +1,16 @@
 """python -m benchmarks.recipe [--layers 16 | --mixture]: a QLoRA step of a TRL script after each further switch, and of Unsloth.
 
-Every side has a process of its own, and its options stay on, so layers are captured and the cache is filled once per length.
-Only one process works at a time, and the sides alternate.
+Every side has a process of its own, and its options stay on, so layers are captured and the cache is filled once. The processes
+build, learn and warm up at the same time. Then they are measured one at a time, alternating.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import statistics
@@ -44,12 +46,12 @@ from benchmarks.training import LENGTHS, Size, Step, llama, optimizer_of
 from nf4_patch.tools.report import Progress, require_gpu, require_patch, silent
 
 METHOD = (
-    "Each side has a process; sides alternate. A round is three times three steps without a synchronization in between."
+    "Each side has a process; sides alternate. A round is three times three steps of each length, three without a synchronization."
     " wall_ms: median of all rounds, per step; wall_spread: (largest - smallest) / median. gpu_ms: sum of kernels and copies, median."
     " peak_gib, reserved_gib: memory that PyTorch allocated, and reserved on the GPU, at the peak. losses: of ten steps that learn."
     " Timed steps include the optimizer, at a learning rate of 0."
 )
-ROUNDS, LEARNING = 3, 10
+ROUNDS, LEARNING = 5, 10
 FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 
 
@@ -87,6 +89,8 @@ def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
 def dense(layers: int) -> Recipe:
     sides = sides_of({"peft": Side(STOCK, None)})
     sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
+    if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
+        sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
     return Recipe("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 
@@ -122,19 +126,28 @@ class Running:
         self.optimizer = self.new_optimizer()  # resets the adapters
         return losses
 
-    def measure(self, size: Size) -> dict[str, Any]:
-        if size not in self.steps:
+    def warm_up(self, sizes: Sequence[Size]) -> list[list[float]]:
+        """Return the peaks of allocated and reserved memory of each size, in GiB. Sizes must ascend."""
+        memory: list[list[float]] = []
+        for size in sizes:
             gc.collect()
+            self.steps[size] = Step(self.model, self.optimizer, size, False)
+            for _ in range(5 + 2 * len(memory)):  # compiles, fills the cache, captures; later shapes are captured later
+                self.steps[size]()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self.steps[size] = Step(self.model, self.optimizer, size, False)
-            for _ in range(5):  # compiles, fills the cache, and captures layers at the third call or a later one
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
                 self.steps[size]()
+            peaks = [0, 0]
+            if torch.cuda.is_available():
+                peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+            memory.append([peak / 2**30 for peak in peaks])
+        return memory
+
+    def measure(self, size: Size) -> dict[str, Any]:
         step, walls = self.steps[size], []
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            loss = step()
+        loss = step()
         for _ in range(3):
             synchronize()
             begin = time.perf_counter()
@@ -142,14 +155,8 @@ class Running:
                 step()
             synchronize()
             walls.append((time.perf_counter() - begin) / 3 * 1e3)
-        found, memory = [], [0, 0]
-        if torch.cuda.is_available():
-            found = kernels(step)
-            memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
-        return {
-            "walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item(),
-            "memory": [size / 2**30 for size in memory],
-        }  # fmt: skip
+        found = kernels(step) if torch.cuda.is_available() else []
+        return {"walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item()}
 
 
 def serve(pipe: Connection, side: Side, configuration: Callable[[], Any]) -> None:
@@ -162,7 +169,7 @@ def serve(pipe: Connection, side: Side, configuration: Callable[[], Any]) -> Non
             method, *arguments = pipe.recv()
             pipe.send((getattr(running, method)(*arguments), ""))
         except Exception:
-            if running is None:
+            if running is None:  # raised before the request was read
                 pipe.recv()
             pipe.send((None, traceback.format_exc()))
 
@@ -177,10 +184,14 @@ class Process:
         self.process.start()
         theirs.close()
 
-    def ask(self, *request: Any) -> tuple[Any, str]:
-        """Return (the result of a method of ``Running``, "") or (None, what went wrong)."""
-        try:
+    def send(self, *request: Any) -> None:
+        """Ask for the result of a method of ``Running``."""
+        with contextlib.suppress(OSError):
             self.pipe.send(request)
+
+    def receive(self) -> tuple[Any, str]:
+        """Return (the result, "") or (None, what went wrong)."""
+        try:
             found: tuple[Any, str] = self.pipe.recv()
             return found
         except (EOFError, OSError):
@@ -190,62 +201,76 @@ class Process:
 # --- all together ---
 
 
-def measure(recipe: Recipe, rounds: int = ROUNDS, tell: Progress = silent) -> Steps:
-    """Measure the sides of a recipe whose libraries are installed. A side that fails has no further rows."""
+def measure(recipe: Recipe, rounds: int = ROUNDS, seconds: float = math.inf, tell: Progress = silent) -> Steps:
+    """Measure the sides of a recipe whose libraries are installed. A side that fails has no further rows.
+
+    Args:
+        seconds: no round begins later than this after the call.
+    """
+    begin, sizes = time.monotonic(), list(recipe.sizes)
     sides = {n: s for n, s in recipe.sides.items() if importlib.util.find_spec(LIBRARIES.get(s.kind, "peft"))}
     processes, failures = {name: Process(side, recipe.configuration) for name, side in sides.items()}, list[str]()
 
-    def of_each(names: Iterable[str], *request: Any) -> dict[str, Any]:
-        found = {}
-        for name in names:
-            found[name], error = processes[name].ask(*request)
-            if error:
-                failures.append(f"{name}, {request}: {error}")
-                sides.pop(name)
-        return {name: answer for name, answer in found.items() if answer is not None}
+    def of_each(names: Iterable[str], *request: Any, together: bool = False) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+        for group in [list(names)] if together else [[name] for name in names]:
+            for name in group:
+                processes[name].send(*request)
+            for name in group:
+                answers[name], error = processes[name].receive()
+                if error:
+                    failures.append(f"{name}, {request[0]}: {error}")
+                    sides.pop(name)
+        return {name: answer for name, answer in answers.items() if name in sides}
 
-    rows: list[dict[str, Any]] = []
     try:
-        tell("steps that learn")
-        sizes = list(recipe.sizes)
-        losses = of_each([*sides], "learn", sizes[0])
-        for size in sizes:
-            results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-            for round_ in range(rounds):
-                tell(f"{recipe.model}, {recipe.layers} layers, {size[0]}x{size[1]} tokens, round {round_ + 1}")
+        tell(f"{recipe.model}, {recipe.layers} layers: building, steps that learn")
+        losses = of_each([*sides], "learn", sizes[0], together=True)
+        tell(f"warming up after {time.monotonic() - begin:.0f} s")
+        memory = of_each([*sides], "warm_up", sizes, together=True)
+        results: dict[tuple[str, Size], list[dict[str, Any]]] = {}
+        for round_ in range(rounds):
+            if round_ and time.monotonic() - begin > seconds:
+                break
+            tell(f"round {round_ + 1} after {time.monotonic() - begin:.0f} s")
+            for size in sizes:
                 for name, result in of_each([*sides][:: 1 if round_ % 2 else -1], "measure", size).items():
-                    results[name].append(result)
-            found = {name: results[name] for name in sides}
-            failures += differ(sides, {name: each[-1]["loss"] for name, each in found.items()}, size)
-            rows += [row_of(recipe, name, size, each) for name, each in found.items()]
+                    results.setdefault((name, size), []).append(result)
     finally:
         for process in processes.values():
             process.process.kill()  # a process with Unsloth does not end by itself
+    rows = []
+    for index, size in enumerate(sizes):
+        failures += differ(sides, {name: results[name, size][-1]["loss"] for name in sides}, size)
+        rows += [row_of(recipe, name, size, results[name, size], *memory[name][index]) for name in sides]
     return Steps(machine() if torch.cuda.is_available() else None, rows, losses, failures, METHOD)
 
 
-def row_of(recipe: Recipe, side: str, size: Size, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def row_of(
+    recipe: Recipe, side: str, size: Size, results: Sequence[Mapping[str, Any]], peak_gib: float, reserved_gib: float
+) -> dict[str, Any]:
     walls, gpu = [wall for each in results for wall in each["walls"]], [each["gpu"] for each in results]
-    wall_ms, gpu_ms, last = statistics.median(walls), statistics.median(gpu), results[-1]
+    wall_ms, gpu_ms = statistics.median(walls), statistics.median(gpu)
     return {
         "model": recipe.model, "layers": recipe.layers, "side": side, "tokens": size[0] * size[1],
         "gpu_ms": gpu_ms, "gpu_spread": (max(gpu) - min(gpu)) / (gpu_ms or 1),
         "wall_ms": wall_ms, "wall_spread": (max(walls) - min(walls)) / wall_ms,
-        "launches": last["launches"], "peak_gib": last["memory"][0], "reserved_gib": last["memory"][1],
+        "launches": results[-1]["launches"], "peak_gib": peak_gib, "reserved_gib": reserved_gib, "rounds": len(results),
     }  # fmt: skip
 
 
 @click.command()
 @click.option("--layers", default=4, show_default=True, help="Number of layers of the dense model.")
+@click.option("--seconds", type=float, default=math.inf, help="Begin no round later than this.")
 @click.option(
     "--mixture", "is_mixture", is_flag=True, help="Measure two layers of a mixture, with LoRA on the experts."
 )
 @click.pass_obj
-def command(tell: Progress, layers: int, is_mixture: bool) -> Steps:
+def command(tell: Progress, layers: int, seconds: float, is_mixture: bool) -> Steps:
     """Measure a QLoRA step of a TRL script after each further switch, and of Unsloth."""
     require_gpu()
     require_patch()
-    return measure(mixture() if is_mixture else dense(layers), tell=tell)
+    return measure(mixture() if is_mixture else dense(layers), seconds=seconds, tell=tell)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def test_each_side_has_a_process_with_its_optimizer():
         "patch": Side(STOCK, {}), "fused optimizer": Side(STOCK, {}, recipe.FUSED_ADAMW),
         "broken": Side(STOCK, {"cache": "much"}),
     }  # fmt: skip
-    report = recipe.measure(Recipe("tiny", 2, sides, [(1, 16)], TINY), rounds=2)
+    report = recipe.measure(Recipe("tiny", 2, sides, [(1, 16), (1, 24)], TINY), rounds=2)
     assert [(row["side"], row["tokens"], row["layers"]) for row in report.rows] == [
-        ("patch", 16, 2), ("fused optimizer", 16, 2),
+        ("patch", 16, 2), ("fused optimizer", 16, 2), ("patch", 24, 2), ("fused optimizer", 24, 2),
     ]  # fmt: skip
     assert all(row["wall_ms"] > 0 and row["wall_spread"] >= 0 for row in report.rows)
     (failure,) = report.failures
@@ -49,7 +49,7 @@ def test_each_side_has_a_process_with_its_optimizer():
     ours, fused = report.losses["patch"], report.losses["fused optimizer"]
     assert len(ours) == recipe.LEARNING and ours[-1] < ours[0] - 0.1 and fused == pytest.approx(ours, rel=2**-7)
     ended = recipe.measure(Recipe("tiny", 2, {"patch": Side(STOCK, {})}, [(1, 16)], partial(os._exit, 1)), rounds=1)
-    assert ended.rows == [] and ended.failures == ["patch, ('learn', (1, 16)): the process ended"]
+    assert ended.rows == [] and ended.failures == ["patch, learn: the process ended"]
 
 
 def test_the_optimizer_is_the_one_of_the_side():
@@ -66,7 +66,7 @@ def test_the_optimizer_is_the_one_of_the_side():
 def test_the_command_measures_what_is_named(words, what, monkeypatch):
     """And nothing without a GPU."""
     asked = []
-    monkeypatch.setattr(recipe, "measure", lambda recipe, tell: asked.append((recipe.model, recipe.layers)))
+    monkeypatch.setattr(recipe, "measure", lambda recipe, tell, seconds: asked.append((recipe.model, recipe.layers)))
     if not torch.cuda.is_available():
         with pytest.raises(NotAvailable):
             recipe.command(words, obj=silent, standalone_mode=False)
