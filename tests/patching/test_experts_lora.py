@@ -691,9 +691,13 @@ def test_a_broken_adapter_is_merged_no_further():
     assert all(map(torch.equal, bytes_of(model), before))
 
 
-def with_memory_of_its_own(model):
-    """Give every stack new memory with the same bytes, as after a move to another device and back."""
-    for chain in chains_of(model):
+def there_and_back(model):
+    """Move the model to the CPU and back. Without a GPU, give every stack new memory with the same bytes."""
+    for device in ("cpu", DEVICE) if DEVICE.type == "cuda" else ():
+        model.to(device)
+        for chain in chains_of(model):
+            chain[0].quant_state.to(device)
+    for chain in chains_of(model) if DEVICE.type == "cpu" else ():
         chain.original.data = chain.original.data.clone()
         chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
     return model
@@ -709,7 +713,7 @@ def with_other_parameters(model):
 COPIES = {
     "copied": copy.deepcopy,
     "copied twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
-    "moved": with_memory_of_its_own,
+    "moved": there_and_back,
     "replaced": with_other_parameters,
     "read in": lambda model: [chain.original.copy_(chain.original.clone()) for chain in chains_of(model)] and model,
 }

@@ -52,7 +52,6 @@ def row(capability, variant) -> dict:
     return {
         "arch": machine_code.sm(capability),
         "dtype": str(variant.dtype).removeprefix("torch."),
-        "blocksize": variant.blocksize,
         "nested": variant.offset_dtype is not None,
         "tail": variant.tail,
         "steps": compilation.UNROLL,
@@ -61,7 +60,6 @@ def row(capability, variant) -> dict:
         "shared": code.shared,
         "names": sorted({i.name for i in code.instructions}),
         "loads": [i.opcode for i in code.instructions if i.name == "LDG"],
-        "stores": [i.opcode for i in code.instructions if i.name == "STG"],
         "fadd": sum(i.name == "FADD" for i in code.instructions),
         "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
         "target": re.findall(r"^\.target (\w+)", code.ptx, re.MULTILINE)[0],
