@@ -55,6 +55,7 @@ def test_a_recipe_adds_one_switch_after_another():
     assert all(side.options is None or side.options["experts"] == "4bit" for side in mixture.values())
 
 
+@pytest.mark.full
 def test_each_side_of_a_recipe_has_a_process_with_its_optimizer():
     """Two processes of the same kind of model. Their losses are bit-identical."""
     sides = {"patch": Side(STOCK, {}), "fused optimizer": Side(STOCK, {}, step.FUSED_ADAMW)}
@@ -94,6 +95,7 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
     assert asked == [what]
 
 
+@pytest.mark.full
 def test_a_process_that_ends_is_told():
     worker = step.Worker(STOCK, {}, partial(os._exit, 1))
     assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
