@@ -10,6 +10,7 @@ import weakref
 import pytest
 import tiny_experts
 import torch
+from alternation import crossed
 from peft import LoraConfig, get_peft_model
 from target import Seen
 from tiny_experts import (
@@ -18,7 +19,6 @@ from tiny_experts import (
     DEVICE,
     LAYERS,
     Layer,
-    crossed,
     dense_of,
     experts_of,
     hits,

@@ -18,6 +18,7 @@ pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0
 pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
 
 import bitsandbytes.functional as F
+from alternation import crossed
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,6 @@ from tiny_experts import (
     SKIPPED,
     adapters_of,
     architectures,
-    crossed,
     in_4bit,
     is_stack,
     loaded,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from alternation import alternating, crossed
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -26,10 +27,8 @@ from tiny_experts import (
     LAYERS,
     STACKS,
     adapters_of,
-    alternating,
     architectures,
     config_of,
-    crossed,
     dense_of,
     experts_of,
     hits,
@@ -122,7 +121,9 @@ def test_errors_are_no_larger_than_pefts(name, stock):
         assert error(ours["loss"], exact["loss"]) < 2**-9
 
 
-@pytest.mark.parametrize(("name", "how"), alternating(("reentrant", "recomputed", "cached", "accumulated", "autocast")))
+@pytest.mark.parametrize(
+    ("name", "how"), alternating(CONFIGS, ("reentrant", "recomputed", "cached", "accumulated", "autocast"))
+)
 def test_a_step_is_the_same_however_it_is_run(name, how, option):
     model = with_lora(model_of(name, lora=False))
     model.enable_input_require_grads()

@@ -7,7 +7,8 @@ import functools
 import pytest
 import tiny_experts
 import torch
-from tiny_experts import LAYERS, crossed, experts_of, ids_of, model_of, reasons, same, with_lora
+from alternation import crossed
+from tiny_experts import LAYERS, experts_of, ids_of, model_of, reasons, same, with_lora
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,19 +60,6 @@ CONFIGS = ("qwen3", "gpt-oss")  # where two are enough
 # Linear layers of 1 and of 4 outputs, for which bitsandbytes has no product on the CPU.
 SKIPPED = ["lm_head", "shared_expert_gate", "router.proj"]
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
-
-
-def alternating(ways, names=CONFIGS):
-    """(a model, a way): every way with one of the models, the next with the next."""
-    return [(name, way) for way, name in zip(ways, itertools.cycle(names), strict=False)]
-
-
-def crossed(names, ways):
-    """Every (model, way) in the full run, the alternating ones in each."""
-    quick = alternating(ways, names)
-    return [
-        pytest.param(*pair, marks=() if pair in quick else pytest.mark.full) for pair in itertools.product(names, ways)
-    ]
 
 
 def architectures(*quick):
