@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import re
@@ -154,13 +155,13 @@ def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp
             )
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "storage"), [(torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16)]
-)
-def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, storage):
+DTYPES = ((torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtypes", "how"), crossed(DTYPES, itertools.product(("nf4", "fp4"), (True, False))), ids=str)
+def test_the_configuration_decides(qwen3, tmp_path, dtypes, how):
     """FSDP needs packed bytes that are stored as another dtype than uint8, for every dtype of the model."""
+    (dtype, storage), (quant_type, nested) = dtypes, how
     folder, stacks = qwen3
     config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
     model, reloaded = packed_and_reloaded(folder, tmp_path, config, dtype=dtype, device_map=places)

@@ -11,6 +11,7 @@ import ctypes
 import pytest
 import test_lora as lora
 import torch
+from alternation import crossed
 from fused_matmul import MEASURED
 from target import fallbacks, raising
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -127,8 +128,7 @@ CASES = {
 }
 
 
-@LORA
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("option", "case"), crossed(("off", "fused"), CASES))
 def test_as_accurate_as_peft(few, case, option):
     dtype, rank, size, autocast, bias = CASES[case]
     model = lora.adapted(few, adapter=dtype, biased=bias, weights=BF16, r=rank)
@@ -176,8 +176,7 @@ def other_memory(model):
 CHANGES = (trained, loaded, rescaled, resized, other_memory)
 
 
-@LORA
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("option", "change"), crossed(("off", "fused"), CHANGES))
 def test_a_changed_adapter_is_used_at_the_next_call(few, change, option):
     model, x = lora.adapted(few), rows_of(few, 8)
     before = stock_and_ours(model, x, option)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 
@@ -11,6 +12,7 @@ import bitsandbytes.functional as F
 import numpy
 import pytest
 import torch
+from alternation import crossed
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
 from target import TARGET, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
@@ -268,11 +270,10 @@ DEQUANTIZED = {
 }
 
 
-@NESTED
-@pytest.mark.parametrize("how", DEQUANTIZED)
-@pytest.mark.parametrize("strict", ["0", "1"])
-def test_what_is_in_cpu_packing_is_not_dequantized(nested, how, strict, fresh_dynamo, monkeypatch):
+@pytest.mark.parametrize(("mode", "how"), crossed(itertools.product((True, False), "01"), DEQUANTIZED), ids=str)
+def test_what_is_in_cpu_packing_is_not_dequantized(mode, how, fresh_dynamo, monkeypatch):
     """It would be wrong without a word. The evaluation itself is right, with the patch and without."""
+    nested, strict = mode
     monkeypatch.setenv("NF4_PATCH_STRICT", strict)
     layer, _ = evaluated_on_a_cpu(nested)
     nf4_patch.enable()
