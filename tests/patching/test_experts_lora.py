@@ -28,13 +28,14 @@ from tiny_experts import (
     STACKS,
     adapters_of,
     architectures,
+    bytes_of,
+    chains_of,
     config_of,
     dense_of,
     experts_of,
     hits,
     ids_of,
     in_4bit,
-    is_parametrized,
     loaded,
     model_of,
     random_model,
@@ -601,21 +602,6 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
     for _ in range(2):
         step(model)
         assert not parametrize._cache_enabled and not parametrize._cache
-
-
-def chains_of(model):
-    return [
-        chain for module in experts_of(model) if is_parametrized(module) for chain in module.parametrizations.values()
-    ]
-
-
-def bytes_of(model):
-    """Copy the packed bytes and the state of every stack."""
-    return [
-        tensor.clone()
-        for chain in chains_of(model)
-        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
-    ]
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from alternation import crossed
 from fused_matmul import MEASURED
-from target import Seen, fallbacks, linear
+from results import Results
+from target import Plain, Seen, fallbacks, linear
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -190,20 +190,6 @@ def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
     test_as_accurate_as_peft(device, precision, 1)
 
 
-class Keeping(TorchDispatchMode):
-    """Keep the result of every op, its version and a copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.kept.append((str(function), result, result._version, result.clone()))
-        return result
-
-
 @pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "recomputed"])
 def test_kernels_write_to_no_result_of_an_op(device, reentrant, monkeypatch):
     """A mode that starts after the forward may keep every result. PyTorch's own writes in place raise the version."""
@@ -215,13 +201,10 @@ def test_kernels_write_to_no_result_of_an_op(device, reentrant, monkeypatch):
     model.base_model.model.reentrant = reentrant
     nf4_patch.enable(lora="fused")
     y = model(x)
-    with Keeping() as mode:
+    with Results() as results:
         y.backward(gradient_of(y))
-    written = [
-        name for name, result, version, copy in mode.kept
-        if result._version == version and not torch.allclose(result, copy, rtol=0, atol=0, equal_nan=True)
-    ]  # fmt: skip
-    assert len(mode.kept) > 10 and not written and counters.hits(TARGET) and not fallbacks(TARGET)
+    assert len(results.kept) > 10 and not results.written_into(seen=False)
+    assert counters.hits(TARGET) and not fallbacks(TARGET)
 
 
 # --- in every way that people train ---
@@ -629,10 +612,6 @@ class Wrapping(torch.Tensor):
         if isinstance(result, cls):
             result.tag = next(each.tag for each in args if hasattr(each, "tag"))
         return result
-
-
-class Plain(torch.Tensor):
-    """A subclass that defines nothing. Results of PyTorch's functions are of this class too."""
 
 
 @pytest.mark.parametrize("cls", [Wrapping, Plain])

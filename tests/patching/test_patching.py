@@ -15,7 +15,7 @@ import torch
 from alternation import crossed
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
-from target import TARGET, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
+from target import TARGET, Plain, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nf4_patch
@@ -149,8 +149,6 @@ def test_what_is_unsupported_has_a_name_and_runs_the_original(on, fault, monkeyp
 
 
 def test_tables_say_what_a_user_reads():
-    for reason in Reason:
-        assert len(reason.sentence) > 20 and not reason.sentence.endswith("."), reason
     assert len({target.name for target in TARGETS}) == len(TARGETS)
     assert all(target.covers and target.releases and target.tested for target in TARGETS)
 
@@ -342,10 +340,6 @@ class Doubled(torch.Tensor):
             result = function(*args, **(kwargs or {}))
         floating = isinstance(result, torch.Tensor) and result.is_floating_point() and "__get__" not in str(function)
         return result * 2 if floating else result
-
-
-class Plain(torch.Tensor):
-    """A subclass with nothing of its own: PyTorch's ``__torch_function__`` makes what comes of it one too."""
 
 
 def scales(state, kind):

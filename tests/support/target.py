@@ -60,6 +60,10 @@ def replaced_by(function, on=False):
         counters.reset()
 
 
+class Plain(torch.Tensor):
+    """A subclass that defines nothing. Results of PyTorch's functions are of this class too."""
+
+
 class Seen(TorchFunctionMode):
     """The names of the functions of PyTorch that are called, and what ``Params4bit`` looks up."""
 

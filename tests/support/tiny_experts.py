@@ -79,6 +79,21 @@ def is_parametrized(module):
     return hasattr(module, "parametrizations")
 
 
+def chains_of(model):
+    return [
+        chain for module in experts_of(model) if is_parametrized(module) for chain in module.parametrizations.values()
+    ]
+
+
+def bytes_of(model):
+    """Copy the packed bytes and the state of every stack."""
+    return [
+        tensor.clone()
+        for chain in chains_of(model)
+        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
+    ]
+
+
 def config_of(name: str, **changes):
     kind, values = ARCHITECTURES[name]
     return getattr(transformers, f"{kind}Config")(**COMMON | values | changes)
