@@ -16,6 +16,7 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, reference
 from nf4_patch.nf4.dequantize.reference import dense
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +84,20 @@ def test_out_of_memory_in_the_middle_of_a_call_is_raised(fresh):
         F.dequantize_4bit(packed, state)
     assert torch.equal(F.dequantize_4bit(packed, state), want)  # and training can go on
     assert not counters.fallbacks
+
+
+def test_the_buffer_after_a_failed_growth(fresh):
+    server = Dequantizer("test")
+    small, small_state = quantized((256, 256), torch.float16, CUDA)
+    want = original(small, small_state)
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
+    large, large_state = quantized((8192, 4096), torch.float16, CUDA)
+    server.of_state(large, large_state)
+    with out_of_memory():
+        server.of_state(large, large_state, into_buffer=True)
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
+    assert torch.equal(server.of_state(large, large_state, into_buffer=True), original(large, large_state))
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
 
 
 def test_a_cache_directory_that_cannot_be_written():

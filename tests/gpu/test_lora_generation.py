@@ -6,11 +6,13 @@ import pytest
 import torch
 from fused_matmul import CUDA, error, exact, measured
 from oracle import layout_of, quantized
+from target import fallbacks
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from nf4_patch.matmul import adapter, choice
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.reasons import Reason
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.gpu, measured]
@@ -94,6 +96,22 @@ def test_a_cuda_graph_follows_its_input_and_the_adapter(dtype, auto):
         layer.lora_A["default"].weight.mul_(1.5)
         layer.lora_B["default"].weight.add_(0.1)
     assert kernel_hits() == 5
+
+
+@torch.no_grad()
+def test_the_first_call_inside_a_capture_is_pefts(monkeypatch):
+    """Nothing compiles there. peft's layer runs, with bitsandbytes' or the fused matmul, and the call is counted."""
+    layer = layer_of(adapted(1, rank=24))
+    x = torch.randn(3, 1, 2048, device=CUDA).to(BF16)
+    want = layer(x)
+    nf4_patch.enable(matmul="auto")
+    layer.base_layer(x)
+    monkeypatch.setattr(adapter, "_kernels", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    assert error(y, want) < 1e-2 and fallbacks(TARGET) == {Reason.GRAPH_CAPTURE: 1}
 
 
 def generated(model, prompt, **options):

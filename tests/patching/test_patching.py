@@ -16,6 +16,7 @@ from alternation import crossed
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
 from target import TARGET, Plain, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
+from threads import together
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nf4_patch
@@ -183,6 +184,15 @@ def test_a_first_use_in_any_context_uploads_the_code_outside_of_it(device, monke
     assert codes.remembered_code("nf4", device) is code and len(threads) == 1
     with pytest.raises(KeyError):
         codes.remembered_code("nf5", device)
+
+
+def test_threads_that_need_a_code_for_the_first_time_get_one_tensor(device, monkeypatch):
+    """A launch holds only its address, so a second tensor in its place would free what the launch reads."""
+    monkeypatch.setattr(codes, "_remembered", {})
+    both, upload, found = threading.Barrier(2, timeout=30), codes.uploaded_code, []
+    monkeypatch.setattr(codes, "uploaded_code", lambda *args: (both.wait(), upload(*args))[1])
+    together(*[lambda: found.append(codes.remembered_code("nf4", device))] * 2)
+    assert len(found) == 2 and found[0] is found[1] is codes.remembered_code("nf4", device)
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
