@@ -1,7 +1,7 @@
-"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --recipe ...]: a QLoRA step as in TRL, alternating sides.
+"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --unsloth]: a QLoRA step as in TRL, alternating sides.
 
 Adapters are in 16 bits under autocast, with non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind
-of model runs in a separate process. In a recipe each side has its own process. Only one process works at a time.
+of model runs in a separate process. Only one process works at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks import run_alone
 from benchmarks.checkpoint import save_config
 from benchmarks.models import EXPERTS, LINEARS, config_of, qwen3
 from benchmarks.timing import Machine, kernels, machine, synchronize, wall_ms
-from benchmarks.training import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, llama, optimizer_of, peft_model, trained
+from benchmarks.training import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
 from nf4_patch.tools.timing import Times
@@ -41,6 +41,7 @@ METHOD = (
 STOCK = "peft"
 FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
 COMPILED = "compiled layers"
+LIBRARIES = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}  # that a kind of model needs
 PROFILED, TRAINED = 2, 30
 ROUNDING = 2**-7  # relative rounding of losses in bf16
 
@@ -48,7 +49,6 @@ ROUNDING = 2**-7  # relative rounding of losses in bf16
 class Side(NamedTuple):
     kind: str  # kind of model; each kind has a process
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
-    optimizer: str = "adamw_torch"  # see training.optimizer_of
 
 
 def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **common: str) -> dict[str, Side]:
@@ -63,7 +63,6 @@ class Comparison(NamedTuple):
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
     configuration: Callable[[], Any] = partial(config_of, LLAMA)  # called in another process, after Unsloth's import
-    alone: bool = False  # each side has its own process, so that its memory is its own
     walls: int = 6  # rounds of wall-clock time
 
 
@@ -72,29 +71,6 @@ PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cach
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
 ON = {name: given for name, given in EVERY.items() if given is not None}
 PACKED, GRAPHS = {"experts": "4bit"}, {"graphs": "auto"}
-FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
-
-
-def recipe(base: dict[str, Side], **common: str) -> dict[str, Side]:
-    """Return the sides of a recipe: one TRL script after each further switch, and Unsloth.
-
-    Args:
-        base: the script without the patch.
-        common: options of every side with the patch.
-    """
-    best = common | FUSED | GRAPHS
-    return base | {
-        "patch": Side(STOCK, common),
-        "liger": Side(LIGER, common),
-        "fused": Side(LIGER, common | FUSED),
-        "graphs": Side(LIGER, best),
-        "cache": Side(LIGER, best | CACHE),
-        "fused optimizer": Side(LIGER, best | CACHE, FUSED_ADAMW),
-        "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
-        UNSLOTH: Side(UNSLOTH, None),
-        f"{UNSLOTH}, fused optimizer": Side(UNSLOTH, None, FUSED_ADAMW),
-    }
-
 
 COMPARISONS = {  # by command-line option
     "peft": Comparison(sides_of(STOCK, PATCHED)),
@@ -111,11 +87,6 @@ COMPARISONS = {  # by command-line option
         | sides_of(UNSLOTH, {"": None}),
         ((1, 512), (1, 2048), (1, 4096)), qwen3,
     ),
-    "recipe": Comparison(recipe(sides_of(STOCK, {"": None})), alone=True, walls=10),
-    "recipe-16": Comparison(
-        recipe(sides_of(STOCK, {"": None})), configuration=partial(config_of, llama(16)), alone=True, walls=4),
-    "recipe-moe": Comparison(
-        recipe(sides_of(DENSE, {"": None}), **PACKED), ((1, 512), (1, 2048), (1, 4096)), qwen3, alone=True, walls=10),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
     "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"": None, "patch": {}})),
 }  # fmt: skip
@@ -183,9 +154,7 @@ class Sides:
             importlib.import_module("unsloth")
         self.kind, self.sides = kind, sides
         self.model = model_of(kind, configuration())
-        (name,) = {side.optimizer for side in sides.values()} or {"adamw_torch"}
-        self.new_optimizer = partial(optimizer_of, self.model, name=name)
-        self.optimizer = self.new_optimizer()
+        self.optimizer = optimizer_of(self.model)
         if torch.cuda.is_available():
             kernels(synchronize)  # starts the profiler
 
@@ -215,10 +184,10 @@ class Sides:
 
     def train(self, name: str, size: Size) -> list[float]:
         """Return the losses of steps that learn, starting from the same adapters for every side."""
-        step = self.step(name, size, optimizer=self.new_optimizer(lr=1e-3))
+        step = self.step(name, size, optimizer=optimizer_of(self.model, lr=1e-3))
         with patch(step.on, cache=step.cache, **step.options):
             losses = [step() for _ in range(TRAINED)]
-        self.new_optimizer()  # resets the adapters
+        optimizer_of(self.model)  # resets the adapters
         return [loss.item() for loss in losses]
 
 
@@ -249,7 +218,7 @@ def prepare(kind: str) -> None:
 
 
 class Worker:
-    """A process for one kind of model, or for one side. It starts immediately, and builds the model when it is asked to."""
+    """A process for one kind of model. It starts immediately, and builds the model when it is asked to."""
 
     def __init__(self, kind: str, *arguments: Any):
         self.pool, self.arguments = ProcessPoolExecutor(1, multiprocessing.get_context("spawn")), (kind, *arguments)
@@ -299,9 +268,8 @@ class Steps(Report):
 
 def measure(what: str, tell: Progress = silent) -> Steps:
     """Compare the sides of ``COMPARISONS[what]`` whose libraries are installed."""
-    needs = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}
     every = COMPARISONS[what]
-    sides = {name: s for name, s in every.sides.items() if importlib.util.find_spec(needs.get(s.kind, "peft"))}
+    sides = {name: s for name, s in every.sides.items() if importlib.util.find_spec(LIBRARIES.get(s.kind, "peft"))}
     return Steps(machine(), *compare(every._replace(sides=sides), tell=tell))
 
 
@@ -313,28 +281,25 @@ def compare(
     A side that fails has no further rows.
     """
     sides, failures = what.sides, []
-    process_of = {name: name if what.alone else side.kind for name, side in sides.items()}
     groups: dict[str, dict[str, Side]] = {}
     for name, side in sides.items():
-        groups.setdefault(process_of[name], {})[name] = side
-    workers = {
-        process: Worker(next(iter(group.values())).kind, group, what.configuration) for process, group in groups.items()
-    }
+        groups.setdefault(side.kind, {})[name] = side
+    workers = {kind: Worker(kind, group, what.configuration) for kind, group in groups.items()}
 
     def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
         found = {}
         for name in names:
-            found[name], error = workers[process_of[name]].ask(method, name, size)
+            found[name], error = workers[sides[name].kind].ask(method, name, size)
             if error:
                 failures.append(f"{name}, {method}, {size[0]}x{size[1]}: {error}")
         return {name: answer for name, answer in found.items() if answer is not None}
 
     try:
-        for process, worker in workers.items():
-            tell(f"building {process}")
+        for kind, worker in workers.items():
+            tell(f"building {kind}")
             if error := worker.ask()[1]:
-                failures.append(f"{process}: {error}")
-                sides = {name: side for name, side in sides.items() if process_of[name] != process}
+                failures.append(f"{kind}: {error}")
+                sides = {name: side for name, side in sides.items() if side.kind != kind}
         rows: list[dict[str, Any]] = []
         for size in what.sizes:
             tell("{}x{} tokens".format(*size))
@@ -362,7 +327,7 @@ def compare(
             worker.close()
 
 
-def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
+def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) -> Iterator[str]:
     """Yield wrong losses. The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16."""
     first: dict[tuple[str, bool], str] = {}
     name_of_all = next(iter(losses), "")
@@ -388,11 +353,6 @@ def flag(name: str, text: str) -> Callable[[Any], Any]:
 @flag("trl", "Compare peft, and Liger and Unsloth if they are installed.")
 @flag("compiled", "Compare with compiled layers.")
 @flag("moe", "Compare a mixture of experts, with LoRA on the experts.")
-@flag(
-    "recipe", "Compare a TRL script after each switch, up to Liger, graphs, cache and a fused optimizer, and Unsloth."
-)
-@flag("recipe-16", "The same with 16 layers instead of 4.")
-@flag("recipe-moe", "The same for a mixture of experts.")
 @flag("unsloth", "Compare Unsloth with the patch and without it.")
 @click.pass_obj
 def command(tell: Progress, what: str | None) -> Steps:

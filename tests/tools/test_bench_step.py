@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from functools import partial
@@ -36,39 +35,6 @@ def test_sides_in_turns_across_processes(other):
     report = step.Steps(None, rows, losses, failures)
     assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
     assert any("peft, fused: losses" in line for line in report.render())
-
-
-def test_a_recipe_adds_one_switch_after_another():
-    """Each side has all switches before it; the optimizer is the last."""
-    sides = step.COMPARISONS["recipe"].sides
-    names = ["patch", "liger", "fused", "graphs", "cache"]
-    options = [sides[name].options for name in names]
-    assert all(before.items() <= after.items() for before, after in itertools.pairwise(options))
-    assert [*options[-1]] == ["lora", "graphs", "cache"] and sides["peft"].options is None
-    assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 4]
-    assert {sides[f"{kind} optimizer"].optimizer for kind in ("fused", "paged")} == {
-        "adamw_torch_fused",
-        "paged_adamw_8bit",
-    }
-    mixture = step.COMPARISONS["recipe-moe"].sides
-    assert next(iter(mixture)) == "16-bit experts" and [*mixture][1:] == [*sides][1:]
-    assert all(side.options is None or side.options["experts"] == "4bit" for side in mixture.values())
-
-
-@pytest.mark.full
-def test_each_side_of_a_recipe_has_a_process_with_its_optimizer():
-    """Two processes of the same kind of model. Their losses are bit-identical."""
-    sides = {"patch": Side(STOCK, {}), "fused optimizer": Side(STOCK, {}, step.FUSED_ADAMW)}
-    rows, losses, failures = step.compare(step.Comparison(sides, [(1, 16)], TINY, alone=True, walls=1), profiled=1)
-    assert not failures and [row["side"] for row in rows] == [*sides]
-    assert all(losses[name][-1] < losses[name][0] - 0.3 for name in sides)
-    assert losses["patch"] == pytest.approx(losses["fused optimizer"], rel=2**-7)
-
-
-def test_the_optimizer_is_the_one_of_the_side():
-    for name, fused in (("adamw_torch", False), (step.FUSED_ADAMW, True)):
-        sides = step.Sides(STOCK, {"": Side(STOCK, None, name)}, TINY)
-        assert type(sides.optimizer) is torch.optim.AdamW and sides.optimizer.defaults["fused"] is fused
 
 
 def test_how_many_times_as_fast_a_side_is_needs_equal_losses():

@@ -1,0 +1,254 @@
+"""python -m benchmarks.recipe [--layers 16 | --mixture]: a QLoRA step of a TRL script after each further switch, and of Unsloth.
+
+Every side has a process of its own, and its options stay on, so layers are captured and the cache is filled once per length.
+Only one process works at a time, and the sides alternate.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import click
+import torch
+
+import nf4_patch
+from benchmarks import run_alone
+from benchmarks.models import config_of, qwen3
+from benchmarks.step import (
+    CACHE,
+    DENSE,
+    FUSED,
+    GRAPHS,
+    LIBRARIES,
+    LIGER,
+    PACKED,
+    STOCK,
+    UNSLOTH,
+    Steps,
+    differ,
+    model_of,
+)  # fmt: skip
+from benchmarks.timing import kernels, machine, synchronize
+from benchmarks.training import LENGTHS, Size, Step, llama, optimizer_of
+from nf4_patch.tools.report import Progress, require_gpu, require_patch, silent
+
+METHOD = (
+    "Each side has a process; sides alternate. A round is three times three steps without a synchronization in between."
+    " wall_ms: median of all rounds, per step; wall_spread: (largest - smallest) / median. gpu_ms: sum of kernels and copies, median."
+    " peak_gib, reserved_gib: memory that PyTorch allocated, and reserved on the GPU, at the peak. losses: of ten steps that learn."
+    " Timed steps include the optimizer, at a learning rate of 0."
+)
+ROUNDS, LEARNING = 3, 10
+FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
+
+
+class Side(NamedTuple):
+    kind: str  # kind of model, as in benchmarks.step
+    options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
+    optimizer: str = "adamw_torch"  # see training.optimizer_of
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class Recipe(NamedTuple):
+    model: str
+    layers: int
+    sides: dict[str, Side]
+    sizes: Iterable[Size]
+    configuration: Callable[[], Any]  # called in the process of a side, after Unsloth's import
+
+
+def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
+    """Return ``first``, a side for each further switch, and Unsloth's sides. ``common`` are options of all sides with the patch."""
+    best = common | FUSED | GRAPHS
+    return first | {
+        "patch": Side(STOCK, common),
+        "liger": Side(LIGER, common),
+        "fused": Side(LIGER, common | FUSED),
+        "graphs": Side(LIGER, best),
+        "cache": Side(LIGER, best | CACHE),
+        "fused optimizer": Side(LIGER, best | CACHE, FUSED_ADAMW),
+        "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
+        UNSLOTH: Side(UNSLOTH, None),
+        f"{UNSLOTH}, fused optimizer": Side(UNSLOTH, None, FUSED_ADAMW),
+    }
+
+
+def dense(layers: int) -> Recipe:
+    sides = sides_of({"peft": Side(STOCK, None)})
+    sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
+    return Recipe("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
+
+
+def mixture() -> Recipe:
+    """Its first side has experts in 16 bits, because peft's LoRA on experts needs them, or the patch."""
+    sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED)
+    return Recipe("Qwen3-30B-A3B", 2, sides, ((1, 512), (1, 2048), (1, 4096)), qwen3)
+
+
+# --- in the process of a side ---
+
+
+class Running:
+    """The model of a side, with its options switched on."""
+
+    def __init__(self, side: Side, configuration: Callable[[], Any]):
+        if side.kind == UNSLOTH:
+            importlib.import_module("unsloth")
+        self.model, self.side = model_of(side.kind, configuration()), side
+        self.optimizer, self.steps = self.new_optimizer(), dict[Size, Step]()
+        if side.options is not None:
+            nf4_patch.enable(**side.options)  # type: ignore[arg-type]
+        if torch.cuda.is_available():
+            kernels(synchronize)  # starts the profiler
+
+    def new_optimizer(self, lr: float = 0.0) -> torch.optim.Optimizer:
+        return optimizer_of(self.model, lr, self.side.optimizer)
+
+    def learn(self, size: Size) -> list[float]:
+        """Return the losses of steps that learn. Every side starts from the same adapters."""
+        step = Step(self.model, self.new_optimizer(lr=1e-3), size, False)
+        losses = [step().item() for _ in range(LEARNING)]
+        self.optimizer = self.new_optimizer()  # resets the adapters
+        return losses
+
+    def measure(self, size: Size) -> dict[str, Any]:
+        if size not in self.steps:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.steps[size] = Step(self.model, self.optimizer, size, False)
+            for _ in range(5):  # compiles, fills the cache, and captures layers at the third call or a later one
+                self.steps[size]()
+        step, walls = self.steps[size], []
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            loss = step()
+        for _ in range(3):
+            synchronize()
+            begin = time.perf_counter()
+            for _ in range(3):
+                step()
+            synchronize()
+            walls.append((time.perf_counter() - begin) / 3 * 1e3)
+        found, memory = [], [0, 0]
+        if torch.cuda.is_available():
+            found = kernels(step)
+            memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+        return {
+            "walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item(),
+            "memory": [size / 2**30 for size in memory],
+        }  # fmt: skip
+
+
+def serve(pipe: Connection, side: Side, configuration: Callable[[], Any]) -> None:
+    """Build the side. Then call the method of each request, and send back (result, "") or (None, traceback)."""
+    os.environ.update(side.environment)
+    running: Running | None = None
+    while True:
+        try:
+            running = running or Running(side, configuration)
+            method, *arguments = pipe.recv()
+            pipe.send((getattr(running, method)(*arguments), ""))
+        except Exception:
+            if running is None:
+                pipe.recv()
+            pipe.send((None, traceback.format_exc()))
+
+
+class Process:
+    """The process of a side. It starts to build immediately."""
+
+    def __init__(self, side: Side, configuration: Callable[[], Any]):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, side, configuration), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, *request: Any) -> tuple[Any, str]:
+        """Return (the result of a method of ``Running``, "") or (None, what went wrong)."""
+        try:
+            self.pipe.send(request)
+            found: tuple[Any, str] = self.pipe.recv()
+            return found
+        except (EOFError, OSError):
+            return None, "the process ended"
+
+
+# --- all together ---
+
+
+def measure(recipe: Recipe, rounds: int = ROUNDS, tell: Progress = silent) -> Steps:
+    """Measure the sides of a recipe whose libraries are installed. A side that fails has no further rows."""
+    sides = {n: s for n, s in recipe.sides.items() if importlib.util.find_spec(LIBRARIES.get(s.kind, "peft"))}
+    processes, failures = {name: Process(side, recipe.configuration) for name, side in sides.items()}, list[str]()
+
+    def of_each(names: Iterable[str], *request: Any) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            found[name], error = processes[name].ask(*request)
+            if error:
+                failures.append(f"{name}, {request}: {error}")
+                sides.pop(name)
+        return {name: answer for name, answer in found.items() if answer is not None}
+
+    rows: list[dict[str, Any]] = []
+    try:
+        tell("steps that learn")
+        sizes = list(recipe.sizes)
+        losses = of_each([*sides], "learn", sizes[0])
+        for size in sizes:
+            results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+            for round_ in range(rounds):
+                tell(f"{recipe.model}, {recipe.layers} layers, {size[0]}x{size[1]} tokens, round {round_ + 1}")
+                for name, result in of_each([*sides][:: 1 if round_ % 2 else -1], "measure", size).items():
+                    results[name].append(result)
+            found = {name: results[name] for name in sides}
+            failures += differ(sides, {name: each[-1]["loss"] for name, each in found.items()}, size)
+            rows += [row_of(recipe, name, size, each) for name, each in found.items()]
+    finally:
+        for process in processes.values():
+            process.process.kill()  # a process with Unsloth does not end by itself
+    return Steps(machine() if torch.cuda.is_available() else None, rows, losses, failures, METHOD)
+
+
+def row_of(recipe: Recipe, side: str, size: Size, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    walls, gpu = [wall for each in results for wall in each["walls"]], [each["gpu"] for each in results]
+    wall_ms, gpu_ms, last = statistics.median(walls), statistics.median(gpu), results[-1]
+    return {
+        "model": recipe.model, "layers": recipe.layers, "side": side, "tokens": size[0] * size[1],
+        "gpu_ms": gpu_ms, "gpu_spread": (max(gpu) - min(gpu)) / (gpu_ms or 1),
+        "wall_ms": wall_ms, "wall_spread": (max(walls) - min(walls)) / wall_ms,
+        "launches": last["launches"], "peak_gib": last["memory"][0], "reserved_gib": last["memory"][1],
+    }  # fmt: skip
+
+
+@click.command()
+@click.option("--layers", default=4, show_default=True, help="Number of layers of the dense model.")
+@click.option(
+    "--mixture", "is_mixture", is_flag=True, help="Measure two layers of a mixture, with LoRA on the experts."
+)
+@click.pass_obj
+def command(tell: Progress, layers: int, is_mixture: bool) -> Steps:
+    """Measure a QLoRA step of a TRL script after each further switch, and of Unsloth."""
+    require_gpu()
+    require_patch()
+    return measure(mixture() if is_mixture else dense(layers), tell=tell)
+
+
+if __name__ == "__main__":
+    from benchmarks import recipe  # the processes import the functions from the module of this name, not from __main__
+
+    run_alone(recipe.command, "python -m benchmarks.recipe")
