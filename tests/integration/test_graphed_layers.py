@@ -186,8 +186,6 @@ def test_inputs_without_a_gradient():
 
 def test_precision_of_matrix_products_in_its_two_forms():
     """PyTorch's older function raises after the precision was set for one backend."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("PyTorch before 2.9")
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:

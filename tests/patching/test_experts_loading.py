@@ -10,15 +10,9 @@ import logging
 import re
 from types import SimpleNamespace
 
+import bitsandbytes.functional as F
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-
-import bitsandbytes.functional as F
 from alternation import crossed
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from peft import PeftModel
@@ -35,6 +29,8 @@ from tiny_experts import (
     saved,
     with_lora,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch

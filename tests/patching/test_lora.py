@@ -52,10 +52,6 @@ PRECISIONS = {
     "bf16 under autocast of fp16": (FP32, BF16, BF16, FP16),
 }
 
-WHOLE_GRAPH = pytest.mark.skipif(
-    torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph"
-)
-
 
 class Model(torch.nn.Module):
     """A sequence of 4-bit linear layers ``fc0``, ``fc1``, ..."""
@@ -664,7 +660,6 @@ def test_a_mixed_batch_is_peft_s(device):
     assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
 
 
-@WHOLE_GRAPH
 def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     """torch.compile makes a single graph, without a break or a recompilation, bit-identical to compiled peft."""
     model, x, results = adapted(device, layers=2, biased=True), inputs(device), []
@@ -680,7 +675,6 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     assert not fallbacks(TARGET) and not counters.hits(TARGET)
 
 
-@WHOLE_GRAPH
 def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
     """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of our functions."""
     model, x = adapted(device, layers=2), inputs(device)

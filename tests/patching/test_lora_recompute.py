@@ -18,14 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
 from nf4_patch.lora import linear as linear_module
-from nf4_patch.patching import context
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
 peft = lora.peft
-pytestmark = pytest.mark.skipif(
-    context.saved_tensors_hooks(True) is True, reason="PyTorch before 2.8 does not say which hooks pack saved tensors"
-)
 
 
 class Layers(torch.nn.Module):
