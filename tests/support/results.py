@@ -22,9 +22,9 @@ class Results(TorchDispatchMode):
                 self.kept.append((str(function), tensor, tensor._version, tensor.clone()))
         return result
 
-    def written_into(self, seen: bool = True) -> list[str]:
-        """Return the ops whose results changed, or with ``seen=False`` those whose version did not rise either."""
+    def written_into(self, unnoticed: bool = False) -> list[str]:
+        """Return the ops whose results changed. With ``unnoticed``, return only those whose version did not rise."""
         return [
-            name for name, result, version, copy in self.kept if (seen or result._version == version)
+            name for name, result, version, copy in self.kept if not (unnoticed and result._version != version)
             and not torch.allclose(result.double(), copy.double(), rtol=0, atol=0, equal_nan=True)
         ]  # fmt: skip
