@@ -41,13 +41,6 @@ def test_every_generated_part_and_figure_is_somewhere():
     assert found == render_docs.BLOCKS.keys()
 
 
-def test_a_table_has_lines_of_its_own_and_a_figure_stays_in_its_sentence(monkeypatch):
-    monkeypatch.setattr(render_docs, "BLOCKS", {"a": lambda: "| 1 |", "b": lambda: "16.16 ms"})
-    text = "<!-- a: generated -->{}<!-- /a -->\n\nIt takes <!-- b -->{}<!-- /b --> and more.\n"
-    for old in (("\n", ""), ("\n| 0 |\n| 0 |\n", "16\nms")):
-        assert render_docs.rendered(text.format(*old)) == text.format("\n| 1 |\n", "16.16 ms")
-
-
 @pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
 def test_no_measured_figure_is_typed_by_hand(page):
     """It belongs to docs/data and a generated part."""
@@ -121,30 +114,6 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
 
 FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "wall_spread": 0.1,
            "peak_gib": 5.125, "reserved_gib": 6.25}  # fmt: skip
-CELL = "40.0\u00a0/\u00a015.8"
-
-
-def test_a_step_is_rendered_once_it_was_measured(tmp_path, monkeypatch):
-    write_rows("step-trl", tmp_path, monkeypatch, *({"side": side, **FIGURES} for side in ("peft", "peft, patch")))
-    shown = render_docs.BLOCKS["step-trl"]()
-    assert shown.startswith("**H100** ([step-trl-h100.json](data/step-trl-h100.json) of 2026-11-22 with torch 2.11.0):")
-    assert shown.splitlines()[-2:] == [f"| peft | {CELL} | 5.12 |", f"| peft, patch | {CELL} | 5.12 |"]
-    assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
-
-
-def test_a_recipe_names_the_switch_of_each_row(tmp_path, monkeypatch):
-    """Every side has words. A side that was not measured is left out."""
-    from benchmarks.step import COMPARISONS
-
-    for name in ("recipe", "recipe-16", "recipe-moe"):
-        assert COMPARISONS[name].sides.keys() <= render_docs.WORDS.keys()
-    rows = ({"side": side, **FIGURES} for side in ("16-bit experts", "patch", "unsloth"))
-    write_rows("recipe-moe", tmp_path, monkeypatch, *rows)
-    assert render_docs.BLOCKS["recipe-moe"]().splitlines()[-3:] == [
-        f"| a plain TRL script, experts in 16 bits | {CELL} | 6.2 |",
-        f"| the patch | {CELL} | 6.2 |",
-        f"| Unsloth | {CELL} | 6.2 |",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -165,30 +134,6 @@ def test_a_newer_file_replaces_an_older_one_in_the_gains(tmp_path, monkeypatch):
         assert f"| peft or TRL | `enable()` | no patch | H100 | {1 / factor:.2f}\u00d7 |" in render_docs.gains()
     (tmp_path / "recipe-h100.json").rename(tmp_path / "recipe-h200.json")
     assert "| peft or TRL | `enable()` | no patch | H200 | 2.00\u00d7 |" in render_docs.gains()
-
-
-@pytest.mark.parametrize("form", [{"code": "eager", "layers": 8}, {"row": "step"}])
-def test_decode_steps_are_rendered_as_joined_and_as_written(form, tmp_path, monkeypatch):
-    rows = ({"side": "bnb", "batch": batch, "tokens_s": 1000.4 * batch, **form} for batch in (8, 1))
-    write_rows("generation-lora", tmp_path, monkeypatch, {"row": "build"}, *rows)
-    head, _, row = render_docs.BLOCKS["generation-lora"]().splitlines()[-3:]
-    assert head.endswith("| batch 1 | batch 8 |")
-    assert row.startswith("| bitsandbytes and peft, ") and row.endswith(" eager layers | 1,000 | 8,003 |")
-
-
-def test_a_step_with_offload_is_rendered(tmp_path, monkeypatch):
-    recorded("offload", tmp_path, monkeypatch)
-    assert render_docs.BLOCKS["offload"]() == "Not measured yet."
-    size = {"allocated": 6 * 10**9, "reserved": 7 * 10**9}
-    run = {"model": "gpt-oss-20b", "tokens": 2048, "rank": 16, "cap": 14.4, "optimizer": "adamw8bit", "offload": "all",
-           "attention_only": False, "bus": 50e9, "fetched": 25e9, "kernels_ms": 400.0, "gpu_ms": 1250.0, "loaded": 2e9,
-           "in_host": 16e9, "adapters_held": 1e9, "peak": size, "peak_loading": size}  # fmt: skip
-    failed = {"model": "gpt-oss-20b", "side": "budget", "failed": "loading"}
-    write_rows("offload", tmp_path, monkeypatch, run, failed, run | {"cap": 0.0, "attention_only": True})
-    first, second = render_docs.BLOCKS["offload"]().splitlines()[-2:]
-    cells = '`"all"` | 1250 | 400 | 500 | 7.0 | 7.0 | 16.0 |'
-    assert first == f"| gpt-oss-20b, 2,048 | attention, experts, r = 16 | adamw8bit | 16 | {cells}"
-    assert second == f"| gpt-oss-20b, 2,048 | attention, r = 16 | adamw8bit | 80 | {cells}"
 
 
 def test_what_was_trained_with_offload_has_the_bits_of_the_resident_model():

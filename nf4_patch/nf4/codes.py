@@ -53,8 +53,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
         # A new thread uploads the values. In a warm-up, torch.compile redirects allocations of this thread, but not of a new one,
         # to the private pool of a CUDA graph. A new thread also starts on the default stream and without inference mode.
         with ThreadPoolExecutor(1) as thread:
-            code = thread.submit(uploaded_code, quant_type, device).result()
-        _remembered[quant_type, device] = code
+            uploaded = thread.submit(uploaded_code, quant_type, device).result()
+        code = _remembered.setdefault((quant_type, device), uploaded)  # another thread may have been first
     return code
 
 

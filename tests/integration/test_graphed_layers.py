@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import graphs_without_cuda
 import pytest
 import torch
+from alternation import crossed
 from torch import Tensor
 
 import nf4_patch
@@ -73,10 +75,14 @@ def loss_of(model: Any, step: int, length: int = LENGTH, **arguments: Any) -> Te
         return model(input_ids=ids, labels=ids, **arguments).loss  # type: ignore[no-any-return]
 
 
+def backward(*losses: Tensor) -> list[float]:
+    for loss in losses:
+        loss.backward()
+    return [loss.item() for loss in losses]
+
+
 def one_step(model: Any, optimizer: Any, step: int) -> list[float]:
-    loss = loss_of(model, step)
-    loss.backward()
-    return [loss.item()]
+    return backward(loss_of(model, step))
 
 
 Step = Callable[[Any, Any, int], list[float]]
@@ -109,10 +115,9 @@ def run(model: Any, step_of: Step, steps: int = STEPS, **options: Any) -> dict[s
 
 def assert_same(eager: dict[str, Any], graphed: dict[str, Any]) -> None:
     assert graphed["losses"] == eager["losses"]
-    for name in ("gradients",):
-        for ours, theirs in zip(graphed[name], eager[name], strict=True):
-            for g, e in zip(ours, theirs, strict=True):
-                assert (g is None) == (e is None) and (g is None or torch.equal(g, e))
+    for ours, theirs in zip(graphed["gradients"], eager["gradients"], strict=True):
+        for g, e in zip(ours, theirs, strict=True):
+            assert (g is None) == (e is None) and (g is None or torch.equal(g, e))
     for g, e in zip(graphed["adapters"], eager["adapters"], strict=True):
         assert torch.equal(g, e)
     assert torch.equal(graphed["random"], eager["random"])
@@ -146,12 +151,14 @@ def clean(monkeypatch):
 # --- modes ---
 
 
-@pytest.mark.parametrize(
-    "base", [{}, {"lora": "fused"}, {"cache": "1GiB"}, {"cache": "1GiB", "lora": "fused"}], ids=str
-)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-def test_training(base, reentrant, dropout):
+BASES = {
+    "plain": {}, "fused": {"lora": "fused"}, "cached": {"cache": "1GiB"}, "cached, fused": {"cache": "1GiB", "lora": "fused"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "how"), crossed(BASES, itertools.product((False, True), (0.0, 0.05))), ids=str)
+def test_training(base, how):
+    base, (reentrant, dropout) = BASES[base], how
     found = compared(lambda: model_of(reentrant, lora_dropout=dropout), base=base)
     assert found["replays"] == 3 * (STEPS - 2)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"}
@@ -162,9 +169,7 @@ def test_training(base, reentrant, dropout):
 def test_without_autocast_and_with_fp32_adapters():
     def step_of(model, optimizer, step):
         ids = tokens(step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.item()]
+        return backward(model(input_ids=ids, labels=ids).loss)
 
     def make():
         model = model_of()
@@ -181,8 +186,6 @@ def test_inputs_without_a_gradient():
 
 def test_precision_of_matrix_products_in_its_two_forms():
     """PyTorch's older function raises after the precision was set for one backend."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("PyTorch before 2.9")
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
@@ -218,17 +221,11 @@ def forwards_before_a_backward(model, optimizer, step):
 
 
 def backwards_in_another_order(model, optimizer, step):
-    first, second = loss_of(model, 2 * step), loss_of(model, 2 * step + 1)
-    first.backward()
-    second.backward()
-    return [first.item(), second.item()]
+    return backward(loss_of(model, 2 * step), loss_of(model, 2 * step + 1))
 
 
 def accumulated(model, optimizer, step):
-    losses = [loss_of(model, 3 * step + each) for each in range(3) if not torch.manual_seed(each) or True]
-    for loss in losses:
-        loss.backward()
-    return [loss.item() for loss in losses]
+    return backward(*(loss_of(model, 3 * step + each) for each in range(3) if not torch.manual_seed(each) or True))
 
 
 def retained(model, optimizer, step):
@@ -240,49 +237,39 @@ def retained(model, optimizer, step):
 
 def only_some_backwards(model, optimizer, step):
     unused = loss_of(model, step)
-    loss = loss_of(model, step + 100)
-    loss.backward()
-    return [unused.item(), loss.item()]
+    return [unused.item(), *backward(loss_of(model, step + 100))]
 
 
 def clipped(model, optimizer, step):
-    loss = loss_of(model, step)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(trained(model), 0.1)
-    return [loss.item(), norm.item()]
+    losses = backward(loss_of(model, step))
+    return [*losses, torch.nn.utils.clip_grad_norm_(trained(model), 0.1).item()]
 
 
 def saved_on_the_host(model, optimizer, step):
     with torch.autograd.graph.save_on_cpu():
         loss = loss_of(model, step)
-    loss.backward()
-    return [loss.item()]
+    return backward(loss)
 
 
 def with_hooks_on_parameters(model, optimizer, step):
     seen: list[float] = []
     handles = [p.register_hook(lambda g: seen.append(g.float().norm().item())) for p in trained(model)]
-    loss = loss_of(model, step)
-    loss.backward()
+    losses = backward(loss_of(model, step))
     for handle in handles:
         handle.remove()
-    return [loss.item(), *sorted(seen)]
+    return [*losses, *sorted(seen)]
 
 
 def of_varying_masks(model, optimizer, step):
     mask = torch.ones(2, LENGTH, dtype=torch.long, device=DEVICE)
     if step % 3:
         mask[0, -(10 + step) :] = 0
-    loss = loss_of(model, step, attention_mask=mask)
-    loss.backward()
-    return [loss.item()]
+    return backward(loss_of(model, step, attention_mask=mask))
 
 
 def of_own_positions(model, optimizer, step):
     positions = torch.arange(LENGTH, device=DEVICE).remainder(20 + step).expand(2, -1)
-    loss = loss_of(model, step, position_ids=positions)
-    loss.backward()
-    return [loss.item()]
+    return backward(loss_of(model, step, position_ids=positions))
 
 
 def evaluated_between(model, optimizer, step):
@@ -291,18 +278,16 @@ def evaluated_between(model, optimizer, step):
     with torch.no_grad():
         other = loss_of(model, step)
     model.train()
-    loss.backward()
-    return [loss.item(), other.item()]
+    return [*backward(loss), other.item()]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(
-    "step_of",
-    [
-        forwards_before_a_backward, backwards_in_another_order, accumulated, retained, only_some_backwards, clipped,
-        saved_on_the_host, with_hooks_on_parameters, of_varying_masks, of_own_positions, evaluated_between,
-    ],
-)  # fmt: skip
+STEPS_OF = [
+    forwards_before_a_backward, backwards_in_another_order, accumulated, retained, only_some_backwards, clipped,
+    saved_on_the_host, with_hooks_on_parameters, of_varying_masks, of_own_positions, evaluated_between,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dropout", "step_of"), crossed((0.0, 0.1), STEPS_OF))
 def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, steps=9)["replays"]
 
@@ -310,155 +295,103 @@ def test_steps(step_of, dropout):
 # --- changes of the model in the middle of a training ---
 
 
-def changed(change: Callable[[Any, int], Any]) -> Step:
+def changed(changes: dict[int, Callable[[Any], Any]], around: Callable[[Any], Any] | None = None) -> Step:
+    """Steps with changes of the model before some of them, and a context around the fifth."""
+
     def step_of(model, optimizer, step):
-        context = change(model, step)
-        with context if context is not None else contextlib.nullcontext():
-            loss = loss_of(model, step)
-            loss.backward()
-        return [loss.item()]
+        if step in changes:
+            changes[step](model)
+        with around(model) if around and step == 4 else contextlib.nullcontext():
+            return backward(loss_of(model, step))
 
     return step_of
 
 
-def scaling(model, step):
-    if step == 4:
-        for module in model.modules():
-            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
-                module.scaling["default"] *= 2
+def scaling(model):
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["default"] *= 2
 
 
-def moved_data(model, step):
-    if step == 4:
-        for parameter in trained(model):
-            parameter.data = parameter.data.clone() * 1.5
+def projection(model):
+    return layers_of(model)[1].mlp.up_proj.base_layer.weight
 
 
-def moved_weight(model, step):
-    if step == 4:
-        weight = layers_of(model)[0].self_attn.q_proj.base_layer.weight
-        weight.data = torch.roll(weight.data, 1, 0)
+def written_weight(model):
+    projection(model).data.add_(1)
+    nf4_patch.release()
 
 
-def written_weight(model, step):
-    if step == 4:
-        layers_of(model)[1].mlp.up_proj.base_layer.weight.data.add_(1)
-        nf4_patch.release()
+def freeze(model, frozen):
+    for parameter in layers_of(model)[1].parameters():
+        if parameter.dtype.is_floating_point and parameter.dim() == 2:
+            parameter.requires_grad_(not frozen)
 
 
-def scales_replaced(model, step):
-    if step == 4:
-        state = layers_of(model)[1].mlp.up_proj.base_layer.weight.quant_state
-        state.absmax = state.absmax.roll(1)
-
-
-def frozen(model, step):
-    if step in (4, 6):
-        for parameter in layers_of(model)[1].parameters():
-            if parameter.dtype.is_floating_point and parameter.dim() == 2:
-                parameter.requires_grad_(step == 6)
-
-
-def norm_trained(model, step):
-    if step == 4:
-        layers_of(model)[0].input_layernorm.weight.requires_grad_(True)
-
-
-def hooked(model, step):
-    if step == 4:
-        layers_of(model)[0].mlp.register_forward_hook(lambda module, arguments, output: output * 1.5)
-
-
-def hooked_for_a_step(model, step):
-    if step == 4:
-        return removing(
-            layers_of(model)[0].register_forward_pre_hook(lambda m, arguments: (arguments[0] * 1.5, *arguments[1:]))
-        )
-    return None
-
-
-@contextlib.contextmanager
-def removing(handle):
-    with handle:
-        yield
-
-
-def disabled_adapter(model, step):
-    return model.disable_adapter() if step == 4 else None
-
-
-def merged(model, step):
-    if step == 4:
-        model.merge_adapter()
-    if step == 5:
-        model.unmerge_adapter()
-
-
-def second_adapter(model, step):
+def second_adapter(model):
     from peft import LoraConfig
 
-    if step == 3:
-        model.add_adapter(
-            "other",
-            LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
-        )
-        model.set_adapter("other")
-    if step == 6:
-        model.set_adapter("default")
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model.add_adapter("other", config)
+    model.set_adapter("other")
 
 
-def dropout_changed(model, step):
-    if step == 4:
+def forward_replaced(model):
+    mlp = layers_of(model)[0].mlp
+    old = mlp.forward
+    mlp.forward = lambda x: old(x) * 1.25
+
+
+def norm_replaced(model):
+    layer = layers_of(model)[0]
+    norm = type(layer.input_layernorm)(SHAPE.hidden_size).to(DEVICE, torch.bfloat16)
+    norm.weight.requires_grad_(False)
+    layer.input_layernorm = norm
+
+
+def scaled(module, arguments, output):
+    return output * 1.5
+
+
+# What is done to the model, by the step before which it is done.
+CHANGES = {
+    "scaling": {4: scaling},
+    "moved data": {4: lambda m: [setattr(p, "data", p.data.clone() * 1.5) for p in trained(m)]},
+    "moved weight": {4: lambda m: setattr(projection(m), "data", projection(m).data.roll(1, 0))},
+    "written weight": {4: written_weight},
+    "scales replaced": {
+        4: lambda m: setattr(projection(m).quant_state, "absmax", projection(m).quant_state.absmax.roll(1))
+    },
+    "frozen": {4: lambda m: freeze(m, True), 6: lambda m: freeze(m, False)},
+    "norm trained": {4: lambda m: layers_of(m)[0].input_layernorm.weight.requires_grad_(True)},
+    "hooked": {4: lambda m: layers_of(m)[0].mlp.register_forward_hook(scaled)},
+    "merged": {4: lambda m: m.merge_adapter(), 5: lambda m: m.unmerge_adapter()},
+    "second adapter": {3: second_adapter, 6: lambda m: m.set_adapter("default")},
+    "attention changed": {4: lambda m: m.set_attn_implementation("eager")},
+    "forward replaced": {4: forward_replaced},
+    "norm replaced": {4: norm_replaced},
+    "released": {4: lambda m: nf4_patch.release()},
+}
+# What is around one step.
+AROUND = {
+    "hooked for a step": lambda m: layers_of(m)[0].register_forward_pre_hook(lambda _, x: (x[0] * 1.5, *x[1:])),
+    "disabled adapter": lambda m: m.disable_adapter(),
+    "precision": lambda m: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+}
+
+
+@pytest.mark.parametrize(("base", "change"), crossed(("plain", "cached"), [*CHANGES, *AROUND]))
+def test_changes(change, base):
+    compared(model_of, changed(CHANGES.get(change, {}), AROUND.get(change)), steps=10, base=BASES[base])
+
+
+def test_changed_dropout():
+    def more(model):
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.5
 
-
-def attention_changed(model, step):
-    if step == 4:
-        model.set_attn_implementation("eager")
-
-
-def forward_replaced(model, step):
-    if step == 4:
-        mlp = layers_of(model)[0].mlp
-        old = mlp.forward
-        mlp.forward = lambda x: old(x) * 1.25
-
-
-def norm_replaced(model, step):
-    if step == 4:
-        layer = layers_of(model)[0]
-        norm = type(layer.input_layernorm)(SHAPE.hidden_size).to(DEVICE, torch.bfloat16)
-        norm.weight.requires_grad_(False)
-        layer.input_layernorm = norm
-
-
-def precision(model, step):
-    if step == 4:
-        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    return None
-
-
-def released(model, step):
-    if step == 4:
-        nf4_patch.release()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        scaling, moved_data, moved_weight, written_weight, scales_replaced, frozen, norm_trained, hooked, hooked_for_a_step,
-        disabled_adapter, merged, second_adapter, attention_changed, forward_replaced, norm_replaced, precision, released,
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("base", [{}, {"cache": "1GiB"}], ids=str)
-def test_changes(change, base):
-    compared(model_of, changed(change), steps=10, base=base)
-
-
-def test_changed_dropout():
-    compared(lambda: model_of(lora_dropout=0.1), changed(dropout_changed), steps=10)
+    compared(lambda: model_of(lora_dropout=0.1), changed({4: more}), steps=10)
 
 
 def test_changes_between_forward_and_backward():
@@ -468,8 +401,7 @@ def test_changes_between_forward_and_backward():
         loss = loss_of(model, step)
         if step in (3, 5):
             nf4_patch.release()
-        loss.backward()
-        return [loss.item()]
+        return backward(loss)
 
     for dropout in (0.0, 0.1):
         assert compared(lambda d=dropout: model_of(lora_dropout=d), step_of, steps=10)["replays"]
@@ -495,12 +427,7 @@ def test_second_derivatives():
 
 
 def step_of_lengths(length_of):
-    def step_of(model, optimizer, step):
-        loss = loss_of(model, step, length=length_of(step))
-        loss.backward()
-        return [loss.item()]
-
-    return step_of
+    return lambda model, optimizer, step: backward(loss_of(model, step, length=length_of(step)))
 
 
 def test_varying_lengths():
@@ -533,10 +460,9 @@ def test_another_stream():
     def step_of(model, optimizer, step):
         torch.cuda.synchronize()
         with torch.cuda.stream(stream) if step == 4 else contextlib.nullcontext():
-            loss = loss_of(model, step)
-            loss.backward()
+            losses = backward(loss_of(model, step))
         torch.cuda.synchronize()
-        return [loss.item()]
+        return losses
 
     assert "GRAPH_STREAM" in compared(model_of, step_of)["reasons"]
 
@@ -646,11 +572,9 @@ def test_no_memory_for_a_capture():
             _, total = torch.cuda.mem_get_info()
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
         try:
-            loss = loss_of(model, step)
-            loss.backward()
+            return backward(loss_of(model, step))
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-        return [loss.item()]
 
     model = model_of()
     try:
@@ -755,9 +679,7 @@ def test_hidden_states_once_and_graphs_afterwards():
     """transformers' hooks stay installed after outputs were recorded once; they do nothing later."""
 
     def step_of(model, optimizer, step):
-        loss = loss_of(model, step, output_hidden_states=step in (0, 5))
-        loss.backward()
-        return [loss.item()]
+        return backward(loss_of(model, step, output_hidden_states=step in (0, 5)))
 
     assert compared(model_of, step_of, steps=9)["replays"]
 
@@ -779,8 +701,7 @@ def step_of_mixture(model: Any, optimizer: Any, step: int) -> list[float]:
     ids = tokens(step) % 96
     with torch.autocast(DEVICE, torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return [loss.item()]
+    return backward(loss)
 
 
 @pytest.mark.parametrize("base", [{}, {"lora": "fused"}, {"cache": "1GiB"}], ids=str)

@@ -19,9 +19,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 import nf4_patch
 from benchmarks.checkpoint import load_4bit
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph 42 times"
-)
 GPU = torch.cuda.is_available()
 OURS = "nf4_patch.dequantize_nf4.default"
 THEIRS = ("bitsandbytes.dequantize_blockwise.default", "aten.add.Tensor", "bitsandbytes.dequantize_4bit.default")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from subprocess_python import program
 
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools.report import DISTRIBUTIONS
@@ -89,15 +88,6 @@ def test_a_test_that_fails_is_named_in_its_row(tmp_path, monkeypatch):
     file.write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
     monkeypatch.setitem(matrix.CELLS, "installed", matrix.Cell((), (f"{file}",)))
     assert matrix.run("installed")["result"] == "1 tests passed; FAILED: test_bad"
-
-
-FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049")]
-
-
-@pytest.mark.parametrize(("change", "mode"), [("2035", ""), ("2035", "compiled"), *FULL])
-def test_releases_to_come(change, mode):
-    """Changes that pull requests of bitsandbytes make: the replacement serves."""
-    program("releases_to_come", change, *mode.split(), interpreted=not torch.cuda.is_available())
 
 
 @pytest.mark.full

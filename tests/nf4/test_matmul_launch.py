@@ -40,15 +40,6 @@ def test_every_row_is_reached():
     assert found == {id(row.config) for row in SMALL_M_ROWS}
 
 
-def test_of_rows_with_the_same_limits_the_fullest_is_taken():
-    """On 132 multiprocessors CTAs of 32, 64 and 128 rows; the most rows where they are equally full."""
-    for n, rows in ((4096, 32), (8192, 64), (14336, 128), (5120, 64), (11008, 32), (28672, 32), (2048, 32)):
-        assert launch.config_for(H200, 32, n, 4096).block_n == rows, n
-    assert SmallMConfig(2, 1, 8, False, 1).fill(11008, 132) == 344 / 396
-    # on another GPU with as many rows of CTAs another one is the fullest
-    assert launch.first_config(SMALL_M_ROWS, H200, 32, 4096, 4096, 64).block_n == 64
-
-
 def test_every_prompt_length_shares_six_kernels():
     """1 to 64 rows of one layer: what is compiled follows the tiles, not the rows."""
     for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import matmul_reference
 import pytest
 import torch
@@ -104,33 +102,3 @@ def test_an_offset_of_16_bits(offset, capability):
     layout = layout._replace(offset=layout.offset.to(offset))
     x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
     has_the_bits_of_its_emulation(x, layout, CASES[1][0], None, capability)
-
-
-FAULTS = {  # what is taken out of the PTX, and how it is noticed
-    "full": (H200, r"FULL\w+: mbarrier[^;]*; @!p bra FULL\w+;", "", "without a barrier"),
-    "free": (H200, r"FREE\w+: mbarrier[^;]*; @!p bra FREE\w+;", "", "without a barrier"),
-    "arrival": (H200, r"mbarrier.arrive.shared.b64 _, \[full\];", "", "nobody does"),
-    "count": (H200, r"(init.shared.b64 \[full\]), 128;", r"\1, 96;", "without a barrier"),
-    "table": (H200, r"bar.sync 0;", "", "without a barrier|before all warps know"),
-    "sync": (T4, r"bar.sync 0;(?!.*bar.sync 0;)", "", "without a barrier|stop at"),
-    "launch": (H200, r"griddepcontrol.wait;", "", "may still write"),
-    "last row": (H200, r"min.u32 u, u, lastn;", "", "outside its tensor"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_ptx_is_found(fault, monkeypatch):
-    capability, pattern, replacement, noticed = FAULTS[fault]
-    plan = small_m.plan
-
-    def faulty(*arguments):
-        cut = plan(*arguments)
-        ptx, count = re.subn(pattern, replacement, cut.ptx, flags=re.DOTALL)
-        assert count
-        return cut._replace(ptx=ptx)
-
-    packed, state = quantized((97, 1344), torch.float16, "cpu")
-    x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
-    monkeypatch.setattr(small_m, "plan", faulty)
-    with pytest.raises(AssertionError, match=noticed):
-        execute(x, layout_of(packed, state), SmallMConfig(1, 1, 4, True, 1), capability=capability)

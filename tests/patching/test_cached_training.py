@@ -13,8 +13,9 @@ import fuzz
 import pytest
 import target
 import torch
+from alternation import crossed
 from oracle import quantized
-from target import read_by_bitsandbytes, same, step
+from target import Object, read_by_bitsandbytes, same, step
 
 import nf4_patch
 from nf4_patch.cache.allocator import allocated
@@ -157,20 +158,17 @@ def test_callers_that_may_write_get_new_memory(linear_op):
     assert same(step(layer, linear_op, SIDE), want)
 
 
-class Object:
+class Doubling(Object):
     """A wrapper that writes into the weight that it gets."""
 
-    def __init__(self, function):
-        self.function = function
-
     def __call__(self, *args, **kwargs):
-        w = self.function(*args, **kwargs)
+        w = super().__call__(*args, **kwargs)
         w.data.mul_(2)
         return w
 
 
 def around(function):
-    doubled = Object(function)
+    doubled = Doubling(function)
     return functools.wraps(function)(lambda *args, **kwargs: doubled(*args, **kwargs))
 
 
@@ -183,7 +181,7 @@ def backward(ctx, grad_output):
 
 WRITERS = {
     "a wrapper": (F, "dequantize_4bit", around),
-    "an object": (F, "dequantize_4bit", Object),
+    "an object": (F, "dequantize_4bit", Doubling),
     "a wrapper in no_grad": (F, "dequantize_4bit", lambda ours: torch.no_grad()(around(ours))),
     "the caller": (bnb.autograd._functions.MatMul4Bit, "backward", lambda ours: staticmethod(backward)),
 }
@@ -251,8 +249,7 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     assert cache.misses == 3
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("name", fuzz.FAULTS)
+@pytest.mark.parametrize(("nested", "name"), crossed((True, False), fuzz.FAULTS))
 def test_a_malformed_state_gets_the_same_answer_as_without_a_cache(name, nested, linear_op):
     """The weight may have been read before its state was broken."""
 

@@ -121,7 +121,7 @@ def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_p
     parts = ["import gate; gate.halfway.set(); gate.wait()", DEFINITION]
     fake_bitsandbytes(tmp_path, "from . import functional", "\n".join(parts if halfway == "before" else parts[::-1]))
     (tmp_path / "gate.py").write_text(
-        "import threading, time; halfway = threading.Event(); wait = lambda: time.sleep(1)"
+        "import threading, time; halfway = threading.Event(); wait = lambda: time.sleep(0.4)"
     )
     program("halfway_import", path=tmp_path)
 

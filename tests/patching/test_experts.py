@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from alternation import alternating
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from tiny_experts import (
     CHECKPOINTING,
@@ -16,7 +17,6 @@ from tiny_experts import (
     SKIPPED,
     STACKS,
     Layer,
-    alternating,
     decoded,
     experts_of,
     hits,
@@ -87,7 +87,7 @@ def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, mo
 CACHED = {"none": 0, "half": 0.5, "all": 1}  # of the dense stacks: how much of the reads it saves
 
 
-@pytest.mark.parametrize(("name", "how"), alternating(itertools.product(CHECKPOINTING, CACHED)), ids=str)
+@pytest.mark.parametrize(("name", "how"), alternating(CONFIGS, itertools.product(CHECKPOINTING, CACHED)), ids=str)
 def test_a_step_is_the_same_to_the_bit(name, how, patched):
     checkpointing, part = how
     model = model_of(name)

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import tiny_experts
 import torch
+from alternation import crossed
 from peft import LoraConfig, get_peft_model
 from target import Seen
 from tiny_experts import (
@@ -18,7 +19,6 @@ from tiny_experts import (
     DEVICE,
     LAYERS,
     Layer,
-    crossed,
     dense_of,
     experts_of,
     hits,
@@ -191,14 +191,14 @@ def test_a_recompute_that_chooses_another_expert(name, own):
 
 
 def test_under_autocast(own):
-    """Activations are fp32 and experts 16-bit, as in a Trainer."""
+    """Activations and the router's weights are fp32 and experts 16-bit, as in a Trainer. The router is trained too."""
     layer = Layer()
-    hidden = layer.hidden.float().detach().requires_grad_()
+    inputs = [value.float().detach().requires_grad_() for value in (layer.hidden, layer.weights)]
 
     def run():
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            output = layer.experts(hidden, layer.ids, layer.weights.float())
-        return output, torch.autograd.grad(output.square().sum(), hidden)[0]
+            output = layer.experts(inputs[0], layer.ids, inputs[1])
+        return output, *torch.autograd.grad(output.square().sum(), inputs)
 
     for found, want in zip(run(), theirs(own, run), strict=True):
         assert found.dtype is want.dtype and error(found, want) < 2**-6

@@ -10,7 +10,19 @@ import torch
 from interrupts import interrupted_at_every_line
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_experts import STACKS, adapters_of, experts_of, hits, ids_of, model_of, reasons, same, step, with_lora
+from tiny_experts import (
+    STACKS,
+    adapters_of,
+    bytes_of,
+    experts_of,
+    hits,
+    ids_of,
+    model_of,
+    reasons,
+    same,
+    step,
+    with_lora,
+)
 from torch.nn.utils import parametrize
 
 from nf4_patch.moe import forward, lora, packed, product
@@ -37,16 +49,6 @@ def body(replacement):
 
 def tiny():
     return with_lora(model_of("qwen3", lora=False), lora_alpha=12, target_modules=[])
-
-
-def bytes_of(model) -> list[torch.Tensor]:
-    """The packed bytes and the state of every stack."""
-    return [
-        tensor.clone()
-        for module in experts_of(model)
-        for chain in module.parametrizations.values()
-        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
-    ]
 
 
 def equal(found, want) -> bool:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import re
 from types import SimpleNamespace
 
+import bitsandbytes.functional as F
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-
-import bitsandbytes.functional as F
+from alternation import crossed
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -26,7 +22,6 @@ from tiny_experts import (
     SKIPPED,
     adapters_of,
     architectures,
-    crossed,
     in_4bit,
     is_stack,
     loaded,
@@ -34,6 +29,8 @@ from tiny_experts import (
     saved,
     with_lora,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -154,13 +151,13 @@ def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp
             )
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "storage"), [(torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16)]
-)
-def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, storage):
+DTYPES = ((torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtypes", "how"), crossed(DTYPES, itertools.product(("nf4", "fp4"), (True, False))), ids=str)
+def test_the_configuration_decides(qwen3, tmp_path, dtypes, how):
     """FSDP needs packed bytes that are stored as another dtype than uint8, for every dtype of the model."""
+    (dtype, storage), (quant_type, nested) = dtypes, how
     folder, stacks = qwen3
     config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
     model, reloaded = packed_and_reloaded(folder, tmp_path, config, dtype=dtype, device_map=places)

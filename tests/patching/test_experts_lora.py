@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from alternation import alternating, crossed
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -26,16 +27,15 @@ from tiny_experts import (
     LAYERS,
     STACKS,
     adapters_of,
-    alternating,
     architectures,
+    bytes_of,
+    chains_of,
     config_of,
-    crossed,
     dense_of,
     experts_of,
     hits,
     ids_of,
     in_4bit,
-    is_parametrized,
     loaded,
     model_of,
     random_model,
@@ -122,7 +122,9 @@ def test_errors_are_no_larger_than_pefts(name, stock):
         assert error(ours["loss"], exact["loss"]) < 2**-9
 
 
-@pytest.mark.parametrize(("name", "how"), alternating(("reentrant", "recomputed", "cached", "accumulated", "autocast")))
+@pytest.mark.parametrize(
+    ("name", "how"), alternating(CONFIGS, ("reentrant", "recomputed", "cached", "accumulated", "autocast"))
+)
 def test_a_step_is_the_same_however_it_is_run(name, how, option):
     model = with_lora(model_of(name, lora=False))
     model.enable_input_require_grads()
@@ -602,21 +604,6 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
         assert not parametrize._cache_enabled and not parametrize._cache
 
 
-def chains_of(model):
-    return [
-        chain for module in experts_of(model) if is_parametrized(module) for chain in module.parametrizations.values()
-    ]
-
-
-def bytes_of(model):
-    """Copy the packed bytes and the state of every stack."""
-    return [
-        tensor.clone()
-        for chain in chains_of(model)
-        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
-    ]
-
-
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_taken_out_as_it_was_merged(nested, option):
     """Merge and unmerge five times, as GRPO with vLLM does, while the adapters change: with two adapters, and also with the patch off."""
@@ -691,9 +678,13 @@ def test_a_broken_adapter_is_merged_no_further():
     assert all(map(torch.equal, bytes_of(model), before))
 
 
-def with_memory_of_its_own(model):
-    """Give every stack new memory with the same bytes, as after a move to another device and back."""
-    for chain in chains_of(model):
+def there_and_back(model):
+    """Move the model to the CPU and back. Without a GPU, give every stack new memory with the same bytes."""
+    for device in ("cpu", DEVICE) if DEVICE.type == "cuda" else ():
+        model.to(device)
+        for chain in chains_of(model):
+            chain[0].quant_state.to(device)
+    for chain in chains_of(model) if DEVICE.type == "cpu" else ():
         chain.original.data = chain.original.data.clone()
         chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
     return model
@@ -709,7 +700,7 @@ def with_other_parameters(model):
 COPIES = {
     "copied": copy.deepcopy,
     "copied twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
-    "moved": with_memory_of_its_own,
+    "moved": there_and_back,
     "replaced": with_other_parameters,
     "read in": lambda model: [chain.original.copy_(chain.original.clone()) for chain in chains_of(model)] and model,
 }

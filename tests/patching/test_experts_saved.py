@@ -7,14 +7,14 @@ import functools
 import pytest
 import tiny_experts
 import torch
-from tiny_experts import LAYERS, crossed, experts_of, ids_of, model_of, reasons, same, with_lora
+from alternation import crossed
+from results import Results
+from tiny_experts import LAYERS, chains_of, ids_of, model_of, reasons, same, with_lora
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nf4_patch.moe import launch
 from nf4_patch.moe import transformers as adapter
-from nf4_patch.moe.read import packed_chains
 
 ON = {"experts": "4bit"}
 step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter takes a second for the rows of a hundred
@@ -27,10 +27,6 @@ def ours(request, patched, monkeypatch):
     return patched
 
 
-def chains_of(model):
-    return [chain for module in experts_of(model) for chain in packed_chains(module).values()]
-
-
 def adapted(name, dtype=torch.float32):
     model = with_lora(model_of(name, dtype, lora=False))
     model.enable_input_require_grads()
@@ -40,33 +36,12 @@ def adapted(name, dtype=torch.float32):
 # --- results that nobody writes into ---
 
 
-class Watched(TorchDispatchMode):
-    """Copies the result of every op."""
-
-    def __init__(self):
-        super().__init__()
-        self.results = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, (tuple, list)) else (result,)
-        self.results += [(str(function), each, each.clone()) for each in tensors if isinstance(each, torch.Tensor)]
-        return result
-
-    def written_into(self):
-        """Ops whose results are no longer what they were."""
-        return [
-            name for name, tensor, copy in self.results
-            if not torch.allclose(tensor.double(), copy.double(), rtol=0, atol=0, equal_nan=True)
-        ]  # fmt: skip
-
-
 # gpt-oss has a bias, Gemma 4 a gate that the kernel does not have; in a half precision prepare_model_for_kbit_training makes fp32 of a bias
 @pytest.mark.parametrize(
     ("name", "implementation"), crossed(("gpt-oss", "qwen3", "gemma4"), ("grouped_mm", "batched_mm"))
 )
 def test_no_result_is_written_into(name, implementation, ours, monkeypatch):
-    model, watched, forward = adapted(name), Watched(), adapter.forward
+    model, watched, forward = adapted(name), Results(), adapter.forward
     model.set_experts_implementation(implementation)
 
     def watching(*arguments):
@@ -76,7 +51,7 @@ def test_no_result_is_written_into(name, implementation, ours, monkeypatch):
     monkeypatch.setattr(adapter, "forward", watching)
     with torch.set_grad_enabled(implementation == "grouped_mm"):
         model(input_ids=ids_of(4))
-    assert len(watched.results) > 20 and not watched.written_into()
+    assert len(watched.kept) > 20 and not watched.written_into()
 
 
 MUST, MAY = checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

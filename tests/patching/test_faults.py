@@ -69,13 +69,6 @@ def test_what_is_raised(on, error, strict, monkeypatch):
     assert error is MISTAKE or fallbacks() == {}
 
 
-def test_a_name_that_is_gone_is_not_patched(monkeypatch):
-    """By the fixture: what a class has from ``type`` alone nothing calls, and a test that replaced it would prove nothing."""
-    for name in ("__call__", "resolve"):
-        with pytest.raises(AttributeError):
-            monkeypatch.setattr(launch.Launch, name, None)
-
-
 def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
     packed, state = quantized((64, 128), torch.float16, on)
     addresses = iter(range(10_000))

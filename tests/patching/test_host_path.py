@@ -13,6 +13,7 @@ import matmul_reference
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
+from matmul_reference import tensor_at
 from oracle import layout_of, quantized
 from target import target_like
 
@@ -297,12 +298,6 @@ def multiplier(monkeypatch):
     monkeypatch.setattr(matmul, "_kernels", {})
     monkeypatch.setattr(choice, "_configs", {})
     return multiplier
-
-
-def tensor_at(address, shape, dtype):
-    count = shape[0] * (shape[1] if len(shape) == 2 else 1)
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def test_what_a_remembered_product_is_recognized_by(multiplier):

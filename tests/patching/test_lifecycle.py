@@ -91,6 +91,7 @@ def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device
     assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
+@pytest.mark.full
 def test_imported_again():
     """The target, and all of nf4_patch while it is on: the second says to restart the process, the first goes on."""
     program("imported_again", interpreted=True)

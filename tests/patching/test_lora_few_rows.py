@@ -6,12 +6,13 @@ Without a GPU, functions that read the operands at their addresses stand in for 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 
 import pytest
 import test_lora as lora
 import torch
+from alternation import crossed
 from fused_matmul import MEASURED
+from matmul_reference import tensor_at
 from target import fallbacks, raising
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -30,19 +31,16 @@ GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(GPU and not MEASURED, reason="the fused matmul's table has no row for this GPU")
 
 
-def at(address, shape, dtype):
-    count = torch.Size(shape).numel()
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 def stand_in_for_the_kernels(monkeypatch):
     def inner_kernel(device, m, k, layout):
         @torch.autocast("cpu", enabled=False)
         def call(parts, one, another, stream, x, a, out, rows, scale):
             assert x % 16 == a % 16 == 0 and (parts, rows) == (layout.parts, m)
-            x, a = at(x, (m, k), BF16).float(), at(a, (layout.rank, k), FP32 if layout.wide else BF16).float()
-            sums = at(out, (parts, m, 16 * layout.ranks), FP32).zero_()
+            x, a = (
+                tensor_at(x, (m, k), BF16).float(),
+                tensor_at(a, (layout.rank, k), FP32 if layout.wide else BF16).float(),
+            )
+            sums = tensor_at(out, (parts, m, 16 * layout.ranks), FP32).zero_()
             span = adapter.span_of(k)
             for i in range(parts):
                 columns = slice(i * span, (i + 1) * span)
@@ -59,12 +57,12 @@ def stand_in_for_the_kernels(monkeypatch):
             @torch.autocast("cpu", enabled=False)
             def call(grid, one, another, stream, x, packed, *rest):
                 *_, out, spare, inner, b = rest
-                u = at(inner, (layout.parts, m, 16 * layout.ranks), FP32).sum(0)[:, : layout.rank]
+                u = tensor_at(inner, (layout.parts, m, 16 * layout.ranks), FP32).sum(0)[:, : layout.rank]
                 u = u if layout.wide else u.to(dtype).float()
-                read = weight._replace(packed=at(packed, weight.packed.shape, torch.uint8))
-                y = at(x, (m, weight.shape[1]), dtype).float() @ reference.dequantize(read, False).float().t()
-                y += u @ at(b, (n, layout.rank), FP32 if layout.wide else dtype).float().t()
-                at(out, (m, n), dtype).copy_(y + at(spare, (n,), dtype).float() if bias else y)
+                read = weight._replace(packed=tensor_at(packed, weight.packed.shape, torch.uint8))
+                y = tensor_at(x, (m, weight.shape[1]), dtype).float() @ reference.dequantize(read, False).float().t()
+                y += u @ tensor_at(b, (n, layout.rank), FP32 if layout.wide else dtype).float().t()
+                tensor_at(out, (m, n), dtype).copy_(y + tensor_at(spare, (n,), dtype).float() if bias else y)
 
             self.entry, self.sum = runtime.KernelEntry(call, (), (), "test"), None
 
@@ -127,8 +125,7 @@ CASES = {
 }
 
 
-@LORA
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("option", "case"), crossed(("off", "fused"), CASES))
 def test_as_accurate_as_peft(few, case, option):
     dtype, rank, size, autocast, bias = CASES[case]
     model = lora.adapted(few, adapter=dtype, biased=bias, weights=BF16, r=rank)
@@ -176,8 +173,7 @@ def other_memory(model):
 CHANGES = (trained, loaded, rescaled, resized, other_memory)
 
 
-@LORA
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("option", "change"), crossed(("off", "fused"), CHANGES))
 def test_a_changed_adapter_is_used_at_the_next_call(few, change, option):
     model, x = lora.adapted(few), rows_of(few, 8)
     before = stock_and_ours(model, x, option)[1]
@@ -327,7 +323,6 @@ def ops(counter):
 
 @LORA
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@lora.WHOLE_GRAPH
 def test_compiled_it_is_one_op(few, dtype, option):
     """In one graph, with the bits of the eager call, and with the adapter of the latest optimizer step."""
     model, x = lora.adapted(few, adapter=dtype, layers=2), rows_of(few, 8)
@@ -341,7 +336,6 @@ def test_compiled_it_is_one_op(few, dtype, option):
 
 
 @pytest.mark.parametrize("case", ["several adapters", "rank 6", "x in fp32", "65 rows", "disabled"])
-@lora.WHOLE_GRAPH
 def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     options, change, _ = REFUSED[case]
     options = dict(options)
@@ -357,7 +351,6 @@ def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     assert counter.frame_count == 1
 
 
-@lora.WHOLE_GRAPH
 def test_compiled_with_any_number_of_rows(few):
     """Another number of rows compiles once more; every further number runs in that graph."""
     model = lora.adapted(few)
@@ -370,7 +363,6 @@ def test_compiled_with_any_number_of_rows(few):
     assert counter.frame_count == 2 and ops(counter) == ["nf4_patch.matmul_lora_4bit"] * 2
 
 
-@lora.WHOLE_GRAPH
 def test_compiled_training_is_pefts(few):
     model, x = lora.adapted(few), rows_of(few, 8)
     nf4_patch.enable(matmul="auto")
@@ -379,7 +371,6 @@ def test_compiled_training_is_pefts(few):
     assert not [name for name in ops(counter) if "lora" in name]
 
 
-@lora.WHOLE_GRAPH
 def test_the_op_computes_without_the_kernels(few, monkeypatch):
     """A graph that was compiled elsewhere has no original to run."""
     model, x = lora.adapted(few, adapter=FP32, biased=True), rows_of(few, 8)

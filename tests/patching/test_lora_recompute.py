@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import test_lora as lora
 import test_lora_table as table
 import torch
+from alternation import crossed
 from target import fallbacks, linear, same
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,14 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
 from nf4_patch.lora import linear as linear_module
-from nf4_patch.patching import context
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
 peft = lora.peft
-pytestmark = pytest.mark.skipif(
-    context.saved_tensors_hooks(True) is True, reason="PyTorch before 2.8 does not say which hooks pack saved tensors"
-)
 
 
 class Layers(torch.nn.Module):
@@ -97,12 +95,20 @@ def step(model, x, forward=contextlib.nullcontext, backward=contextlib.nullconte
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
-def test_what_is_there_in_one_of_both_only(model, device, circumstance, where, reentrant, nested):
+AROUND = {
+    "one": (False, False),
+    "one, reentrant": (True, False),
+    "nested": (False, True),
+    "nested, reentrant": (True, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("around", "when"), crossed(AROUND, itertools.product(("forward", "backward"), CIRCUMSTANCES)), ids=str
+)
+def test_what_is_there_in_one_of_both_only(model, device, around, when):
     """With nested checkpoints, the outer recompute runs the inner checkpoint's forward again, as a new forward."""
+    (reentrant, nested), (where, circumstance) = AROUND[around], when
     x, inner = lora.inputs(device), table.inner(model)
     inner.reentrant, inner.nested = reentrant, nested
     make, reason = CIRCUMSTANCES[circumstance]

@@ -15,6 +15,7 @@ import weakref
 import pytest
 import test_lora as lora
 import torch
+from alternation import crossed
 from target import fallbacks, linear, same
 from threads import together
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -113,12 +114,14 @@ def models():
     return [adapted(device, seed) for seed in (0, 10)]
 
 
-@pytest.mark.parametrize("autocast", [None, lora.BF16], ids=["plain", "autocast"])
-@pytest.mark.parametrize("adapters", ADAPTERS)
-@pytest.mark.parametrize("around", CHECKPOINTS)
-@pytest.mark.parametrize("modes", list(itertools.product(MODES, MODES)), ids=", ".join)
-def test_table(device, models, modes, around, adapters, autocast):
+@pytest.mark.parametrize(
+    ("run", "how"),
+    crossed(itertools.product(ADAPTERS, (None, lora.BF16)), itertools.product(CHECKPOINTS, MODES, MODES)),
+    ids=str,
+)
+def test_table(device, models, run, how):
     """Run a step, a forward that is interrupted between q and k, the step again, and a step of the next model."""
+    (adapters, autocast), (around, *modes) = run, how
     x, want, got = inputs(device), [], []
     for model in models:
         inner(model).modes, inner(model).around = [MODES[mode] for mode in modes], CHECKPOINTS[around]

@@ -20,7 +20,6 @@ from nf4_patch.matmul.measurement import Measurement
 from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching import placement
-from nf4_patch.patching.config import unknown_variables
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import doctor
 
@@ -496,8 +495,3 @@ def test_doctor_says_what_decides_for_a_gpu(monkeypatch):
     assert ada.kernels == turing.kernels and ada.advice == hopper.advice == ""
     assert ada.fused_matmul == turing.fused_matmul != hopper.fused_matmul == "by the shipped table"
     assert "measurement at the first use" in ada.fused_matmul
-
-
-def test_doctor_names_the_variable_that_is_gone(monkeypatch):
-    monkeypatch.setenv("NF4_PATCH_CALIBRATION", "off")
-    assert unknown_variables() == ["nf4_patch has no variable NF4_PATCH_CALIBRATION"]

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-
 import transformers.modeling_utils
 from host_memory import Cuda
 from offloaded import (

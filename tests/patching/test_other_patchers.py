@@ -15,7 +15,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from target import TARGET, in_package, replaced_by, row
+from target import TARGET, Object, in_package, replaced_by, row
 
 import nf4_patch
 from nf4_patch.options import OPTIONS
@@ -24,16 +24,6 @@ from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.state import State
 from nf4_patch.patching.target import ANY, Target
 from nf4_patch.patching.targets import TARGETS
-
-
-class Object:
-    """A callable object around a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
 
 
 class Slotted(Object):

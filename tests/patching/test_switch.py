@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -146,7 +147,11 @@ def test_every_option_is_an_argument_and_a_gate():
     assert (
         switch.gates.keys() == {"", "always", *OPTIONS} and {target.option for target in TARGETS} <= switch.gates.keys()
     )
+    assert set(OPTIONS.values()) <= set(VARIABLES)
+    reports = {field.name for field in dataclasses.fields(nf4_patch.Status)}
     for name, option in OPTIONS.items():
+        assert option.argument == name and set(option.targets) <= set(TARGETS)
+        assert (option.report is None) is (option.lines is None) is (name not in reports)
         assert option.option and option.default == "off" and Config.read({}, **{name: option.on}).options[name] != "off"
 
 

@@ -72,7 +72,7 @@ for name, (lock, work) in USES.items():
     def hold(lock=lock, held=held):
         with lock:
             held.set()
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     thread = threading.Thread(target=hold)
     thread.start()

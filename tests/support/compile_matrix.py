@@ -20,6 +20,7 @@ from nf4_patch.nf4.dequantize.compilation import Variant
 
 SIZES = (2**20, 2**26)  # elements: each side of every bound in compilation.NUM_WARPS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ALTERNATING = set(zip(machine_code.CAPABILITIES, itertools.cycle(DTYPES), strict=False))
 USUAL = {"blocksize": 64, "nested": True, "whole": "even", "aligned": True}
 
 
@@ -32,18 +33,27 @@ def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
 
 
 def cases(kind: str):
-    """(capability, variant): what each row of the launch table gives for a usual weight, and more for sm_75."""
+    """(capability, variant): what each row of the launch table gives for a usual weight, and more for sm_75.
+
+    "main" alternates dtypes between the GPUs, but for sm_75 and sm_90, which have all of them.
+    """
     wide = kind == "full"
     for capability, dtype, numel in itertools.product(machine_code.CAPABILITIES, DTYPES, SIZES[not wide :]):
-        yield capability, variant(capability, dtype, numel, **USUAL)
+        if wide or capability in ((7, 5), (9, 0)) or (capability, dtype) in ALTERNATING:
+            yield capability, variant(capability, dtype, numel, **USUAL)
+    if not wide:
+        changes = [{"blocksize": 32}, {"nested": False}, {"whole": "ragged"}, {"whole": "tail"}, {"aligned": False}]
+        for dtype, change in zip(itertools.cycle(DTYPES), changes, strict=False):
+            yield (7, 5), variant((7, 5), dtype, 2**26, **USUAL | change)
+        return
     for dtype, blocksize, nested, whole in itertools.product(
-        DTYPES, (32, 64, 128, 4096) if wide else (32, 64), (True, False), ("even", "ragged", "tail")
+        DTYPES, (32, 64, 128, 4096), (True, False), ("even", "ragged", "tail")
     ):
-        if (wide and (whole == "even" or blocksize < 128)) or (blocksize == 32) + (not nested) + (whole != "even") == 1:
+        if whole == "even" or blocksize < 128 or nested:
             yield (7, 5), variant((7, 5), dtype, 2**26, blocksize, nested, whole, aligned=True)
-    for capability, dtype in itertools.product(machine_code.CAPABILITIES if wide else ((7, 5),), DTYPES):
-        yield capability, variant(capability, dtype, 2**26, **{**USUAL, "aligned": False})
-        for blocksize, nested, whole in ((32, True, "even"), (4096, False, "ragged")) if wide else ():
+    for capability, dtype in itertools.product(machine_code.CAPABILITIES, DTYPES):
+        yield capability, variant(capability, dtype, 2**26, **USUAL | {"aligned": False})
+        for blocksize, nested, whole in ((32, True, "even"), (4096, False, "ragged")):
             yield capability, variant(capability, dtype, 2**26, blocksize, nested, whole, aligned=True)
 
 
@@ -52,7 +62,6 @@ def row(capability, variant) -> dict:
     return {
         "arch": machine_code.sm(capability),
         "dtype": str(variant.dtype).removeprefix("torch."),
-        "blocksize": variant.blocksize,
         "nested": variant.offset_dtype is not None,
         "tail": variant.tail,
         "steps": compilation.UNROLL,
@@ -61,7 +70,6 @@ def row(capability, variant) -> dict:
         "shared": code.shared,
         "names": sorted({i.name for i in code.instructions}),
         "loads": [i.opcode for i in code.instructions if i.name == "LDG"],
-        "stores": [i.opcode for i in code.instructions if i.name == "STG"],
         "fadd": sum(i.name == "FADD" for i in code.instructions),
         "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
         "target": re.findall(r"^\.target (\w+)", code.ptx, re.MULTILINE)[0],

@@ -33,7 +33,6 @@ POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 class Instruction(NamedTuple):
     predicate: str  # "@!P0", or ""
     opcode: str  # with its modifiers: "LDG.E.EF.SYS"
-    operands: str
 
     @property
     def name(self) -> str:
@@ -134,7 +133,7 @@ def code_of(variant: Variant, capability: Capability) -> Code:
     return disassemble(compiled.asm["cubin"])._replace(ptx=compiled.asm["ptx"])
 
 
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)[^;]*;", re.MULTILINE)
 RESOURCES = re.compile(r"Function \S+?:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from nf4_patch.nf4.dequantize import reference
@@ -13,3 +15,9 @@ def matmul(x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = No
     weight = reference.dequantize(layout._replace(dtype=x.dtype, packed=layout.bytes()))
     out = x.float() @ weight.float().t()
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The CPU tensor whose memory begins at the address."""
+    memory = (ctypes.c_char * (torch.Size(shape).numel() * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -60,6 +60,20 @@ def replaced_by(function, on=False):
         counters.reset()
 
 
+class Object:
+    """A callable object around a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Plain(torch.Tensor):
+    """A subclass that defines nothing. Results of PyTorch's functions are of this class too."""
+
+
 class Seen(TorchFunctionMode):
     """The names of the functions of PyTorch that are called, and what ``Params4bit`` looks up."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,19 +62,6 @@ SKIPPED = ["lm_head", "shared_expert_gate", "router.proj"]
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
-def alternating(ways, names=CONFIGS):
-    """(a model, a way): every way with one of the models, the next with the next."""
-    return [(name, way) for way, name in zip(ways, itertools.cycle(names), strict=False)]
-
-
-def crossed(names, ways):
-    """Every (model, way) in the full run, the alternating ones in each."""
-    quick = alternating(ways, names)
-    return [
-        pytest.param(*pair, marks=() if pair in quick else pytest.mark.full) for pair in itertools.product(names, ways)
-    ]
-
-
 def architectures(*quick):
     """Those and CONFIGS in each run, the others in the full one, as every mixture of test_every_mixture."""
     return [
@@ -91,6 +77,21 @@ def experts_of(model):
 
 def is_parametrized(module):
     return hasattr(module, "parametrizations")
+
+
+def chains_of(model):
+    return [
+        chain for module in experts_of(model) if is_parametrized(module) for chain in module.parametrizations.values()
+    ]
+
+
+def bytes_of(model):
+    """Copy the packed bytes and the state of every stack."""
+    return [
+        tensor.clone()
+        for chain in chains_of(model)
+        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
+    ]
 
 
 def config_of(name: str, **changes):

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import layout_of, quantized
 
 from benchmarks import Bench, bits, challenge, generation, models
-from benchmarks import timing as clocks
 from benchmarks.baselines import UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
 from benchmarks.timing import Machine
-from nf4_patch.tools import matmul, report, timing
+from nf4_patch.tools import matmul, timing
 from nf4_patch.tools.timing import Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
@@ -27,19 +24,6 @@ def comparison(same: dict[str, bool]) -> Row:
     us = {OURS: 10.0, BITSANDBYTES: 25.0, UNSLOTH_TRITON: 11.0, CEILING: 9.5}
     times = {name: Times((value, value)) for name, value in us.items()}
     return Row("4096x4096 bf16", "us", times, bits(same), 42_000_000, {"n": 4096, "k": 4096})
-
-
-def test_a_table_is_text_in_columns():
-    """What a row does not have is an empty cell."""
-    rows = [
-        {"side": "peft", "tokens": 2048, "ms": 1.25},
-        {"side": "Unsloth", "memory": "10 GiB (9 GiB)", "tokens": None},
-    ]
-    assert report.table(rows).splitlines() == [
-        "side     tokens     ms          memory",
-        "peft      2,048  1.250                ",
-        "Unsloth                 10 GiB (9 GiB)",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -74,23 +58,6 @@ def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
     said = []
     times = timing.alternating({"a": "a", "b": "b"}, lambda side: said.append(side) or len(said), rounds=2)
     assert "".join(said) == "baabba" and times["a"].values == (3, 6)
-
-
-def test_the_machine_names_releases_date_and_commit(monkeypatch):
-    for name, value in {"current_device": 0, "get_device_properties": SimpleNamespace(uuid="0"), "get_device_name": "a GPU",
-                        "get_device_capability": (9, 0)}.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(clocks, "answer", lambda *command: "")  # nvidia-smi's
-    monkeypatch.setattr(report, "answer", lambda *command: "0123abcd\n")  # git's
-    machine = clocks.machine()
-    assert (machine.driver, machine.commit) == ("unknown", "0123abcd")
-    assert machine.date == datetime.date.today().isoformat() and machine.releases["torch"] == torch.__version__
-    assert {"bitsandbytes", "triton", "nf4-patch", "python"} <= machine.releases.keys()
-
-
-def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(report.nf4_patch, "__file__", str(tmp_path / "__init__.py"))
-    assert report.commit() is None
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])

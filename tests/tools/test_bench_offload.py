@@ -9,9 +9,6 @@ import math
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-
 from host_memory import Cuda
 from tiny_experts import config_of
 

@@ -33,6 +33,7 @@ def test_each_side_adds_one_switch():
     assert all(side.options is None or side.options["experts"] == "4bit" for side in mixture.values())
 
 
+@pytest.mark.full
 def test_each_side_has_a_process_with_its_optimizer():
     """The processes are real. A side that cannot be switched on, and one whose process ends, are named."""
     sides = {

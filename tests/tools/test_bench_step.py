@@ -61,6 +61,7 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
     assert asked == [what]
 
 
+@pytest.mark.full
 def test_a_process_that_ends_is_told():
     worker = step.Worker(STOCK, {}, partial(os._exit, 1))
     assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")

@@ -8,7 +8,6 @@ from fuzz import FAULTS, PADDING, Fuzzer, drawn, random_state, states
 from hypothesis import given, settings
 
 import nf4_patch
-from nf4_patch.nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools.patch import patch
@@ -46,19 +45,6 @@ def test_every_fault_ends_as_its_row_says(fault):
         fuzzer.run_broken(case, packed, state, want)
     assert not fuzzer.report.mismatches, fuzzer.report.mismatches
     assert fuzzer.report.faults or (fault.endswith("freed") and DEVICE.type == "cpu")
-
-
-def test_the_draw_reaches_every_layout():
-    found = drawn(2000, 0, states("cuda", faults=tuple(FAULTS)))
-    assert {c.dtype for c in found} == set(OUTPUT_DTYPES)
-    assert {c.blocksize for c in found} == set(BLOCKSIZES)
-    assert {c.storage for c in found} == set(STORAGE_DTYPES)
-    assert {c.offset_dtype for c in found} == set(OFFSET_DTYPES)
-    assert {len(c.shape) for c in found} == {1, 2, 3, 4}
-    assert {c.numel % 8 for c in found} == set(range(8))
-    assert {c.start % 4 for c in found} == {0, 1, 2, 3}
-    assert len({c.fault for c in found}) > len(FAULTS) / 2  # each has a test of its own
-    assert {c.into for c in found} == {"new", "out", "buffer"}
 
 
 def test_the_patch_is_on_again_with_its_options():
