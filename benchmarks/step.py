@@ -335,7 +335,7 @@ def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) ->
         options = sides[name].options or {}
         if "experts" not in options:  # not for a mixture, because cached expert weights are multiplied by other kernels
             other = first.setdefault((sides[name].kind, "lora" in options), name)
-            if loss != losses[other]:
+            if loss != losses[other] and sides[name].options is not None:
                 yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"

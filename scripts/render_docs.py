@@ -114,6 +114,7 @@ def measured(found: list[Record], rows: dict[str, str], columns: dict[str, str] 
 
 GPU_TIME, WALL_TIME = "GPU time", "wall-clock time"
 LENGTHS = {512, 2048, 4096}  # tokens per step
+LEAST = 0.02  # smaller differences are called noise, because a file may have a single round
 
 
 def speedups(name: str, ours: str, other: str, **where: Any) -> list[Record]:
@@ -124,23 +125,22 @@ def speedups(name: str, ours: str, other: str, **where: Any) -> list[Record]:
         for row in records(name, side=ours, **where):
             if row["tokens"] in theirs.keys() & LENGTHS:
                 base = theirs[row["tokens"]]
-                noise = tolerance * max(row[f"{field}_spread"], base[f"{field}_spread"])
+                noise = max(LEAST, *(tolerance * each[f"{field}_spread"] for each in (row, base)))
                 found.append(row | {"clock": clock, "speedup": times(base[f"{field}_ms"] / row[f"{field}_ms"], noise)})
     return found
 
 
 CACHE, LIGER = '`enable(cache="auto")`', "and `use_liger_kernel=True`"
-# what is trained, what to type, what that is compared with, and records: those of a newer file if there is one
+# what is trained, what to type, what that is compared with, and records
 GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [
     ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused")` {LIGER}', "peft, experts in 16 bits",
-     lambda: speedups("recipe-moe", "fused", "16-bit experts")
-     or speedups("step-moe-trl", "liger, fused", "16-bit experts")),
+     lambda: speedups("recipe-moe", "fused", "16-bit experts")),
     ("the same mixture, graphs", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "Unsloth",
-     lambda: speedups("graphs", "graphs", "unsloth", model="Qwen3-30B-A3B", layers=2)),
+     lambda: speedups("recipe-moe", "graphs", "unsloth")),
     ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
-     lambda: speedups("graphs", "graphs", "unsloth", model="Llama-3.1-8B", layers=4)),
+     lambda: speedups("recipe", "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch",
-     lambda: speedups("recipe", "patch", "peft") or speedups("step-trl", "peft, patch", "peft")),
+     lambda: speedups("recipe", "patch", "peft")),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      lambda: speedups("step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", lambda: speedups("step-trl", "peft, patch, cached", "peft")),
@@ -188,7 +188,7 @@ def figure(text: str, **where: Any) -> str:
 
 def trained() -> Record:
     """Return a measured training step, for its GPU and releases."""
-    return (records("recipe") or records("step-trl"))[0]
+    return records("recipe")[0]
 
 
 def requirements() -> str:
@@ -228,11 +228,14 @@ WORDS = {  # side of the data -> row of a table
     "cache": '+ `cache="auto"` with room for every weight', "fused optimizer": '+ `optim="adamw_torch_fused"`',
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
     "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
-    "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`", "eager": "without graphs",
+    "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
     "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',
     "bnb plain": "bitsandbytes, no adapter", "enable plain": "`enable()`, no adapter",
     "auto plain": '`enable(matmul="auto")`, no adapter', "dense": "adapter merged into 16-bit weights",
 }  # fmt: skip
+GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'} | {
+    side: words for side, words in WORDS.items() if side in ("unsloth", "unsloth, block graphs")
+}
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}"}
 
 
@@ -280,9 +283,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
         records("step-experts-4bit", section="frozen experts"),
         {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
     "graphs": lambda: measured(
-        sorted(records("graphs"), key=itemgetter("tokens")), {STEP: "{model}, {layers} layers: {words}"}, STEPS),
+        [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-moe") if row["side"] in GRAPHS],
+        {STEP: "{model}, {layers} layers: {words}"}, STEPS),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
-    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
+    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-moe")},
     "every-mixture": lambda: pivot(
         ({"name": name, **row} for name, row in sorted(load("mixtures.json")["mixtures"].items())),
         {"packed": "{packed}", "saved and loaded": "{reload}", "merged": "{merge}", "dequantized and saved": "{export}",

@@ -127,15 +127,6 @@ def test_a_gain_is_more_than_the_noise(factor, gpu, wall, tmp_path, monkeypatch)
     assert [row["speedup"] for row in render_docs.speedups("recipe", "patch", "peft")] == [gpu, wall]
 
 
-def test_a_newer_file_replaces_an_older_one_in_the_gains(tmp_path, monkeypatch):
-    for name, sides, factor in (("step-trl", ("peft", "peft, patch"), 0.8), ("recipe", ("peft", "patch"), 0.5)):
-        ours = FIGURES | {"gpu_ms": 15.8 * factor}
-        write_rows(name, tmp_path, monkeypatch, {"side": sides[0], **FIGURES}, {"side": sides[1], **ours})
-        assert f"| peft or TRL | `enable()` | no patch | H100 | {1 / factor:.2f}\u00d7 |" in render_docs.gains()
-    (tmp_path / "recipe-h100.json").rename(tmp_path / "recipe-h200.json")
-    assert "| peft or TRL | `enable()` | no patch | H200 | 2.00\u00d7 |" in render_docs.gains()
-
-
 def test_what_was_trained_with_offload_has_the_bits_of_the_resident_model():
     """Whatever was left on the GPU, and however it was capped."""
     compared = [row for row in render_docs.records("offload") if row["bits"]]

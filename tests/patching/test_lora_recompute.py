@@ -79,6 +79,8 @@ CIRCUMSTANCES = {
     "a hook on the base layer": (lambda model: hooked(model.k.base_layer), Reason.LORA_HOOKED),
 }  # fmt: skip
 
+# Of three layers with two adapters each, in bf16. On a GPU peft rounds after each adapter, and is then further from fp64 than ours.
+TOLERANCE = 5e-2
 ON_ALL = ["FlopCounterMode", "a dispatch mode", "a hook on every module"]
 
 
@@ -115,14 +117,14 @@ def test_what_is_there_in_one_of_both_only(model, device, around, when):
     want = step(model, x)
     nf4_patch.enable(lora="fused")
     got = step(model, x, **{where: lambda: make(inner)})
-    lora.assert_close(got, want)
+    lora.assert_close(got, want, TOLERANCE)
     assert set(fallbacks(lora.TARGET)) <= {reason}
     if not (reentrant or nested):
         if where == "backward":
             assert not fallbacks(lora.TARGET)  # ours throughout
         elif circumstance in ON_ALL:
             assert not counters.hits(lora.TARGET) and same(got, want)  # peft's throughout
-    lora.assert_close(step(model, x), want)
+    lora.assert_close(step(model, x), want, TOLERANCE)
 
 
 @pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
@@ -147,8 +149,8 @@ def test_each_forward_has_its_own_decision(model, device, circumstance):
 
     want = both()
     nf4_patch.enable(lora="fused")
-    lora.assert_close(both(lambda: make(inner)), want)
-    lora.assert_close(step(model, x, twice=True)[1:2], [2 * step(model, x)[1]])
+    lora.assert_close(both(lambda: make(inner)), want, TOLERANCE)
+    lora.assert_close(step(model, x, twice=True)[1:2], [2 * step(model, x)[1]], TOLERANCE)
 
 
 def test_an_error_of_ours_in_the_forward_only(model, device, monkeypatch):
@@ -165,5 +167,5 @@ def test_an_error_of_ours_in_the_forward_only(model, device, monkeypatch):
     want = step(model, x)
     nf4_patch.enable(lora="fused")
     monkeypatch.setattr(linear_module, "dtypes_of", failing)
-    lora.assert_close(step(model, x), want)
+    lora.assert_close(step(model, x), want, TOLERANCE)
     assert fallbacks(lora.TARGET) == {Reason.INTERNAL_ERROR: 2}
