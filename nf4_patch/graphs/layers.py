@@ -132,7 +132,8 @@ class Graphs:
         a data set of many lengths would capture at every few steps, and replay too rarely to gain from it.
         """
         limit = self.calls_before_capture(shape)
-        if limit == REPLACING and next(iter(self.shapes.values())).used > shape.began:
+        oldest = next(iter(list(self.shapes.values())), None)  # another thread may drop all of them
+        if limit == REPLACING and oldest is not None and oldest.used > shape.began:
             shape.calls.clear()
             shape.began = self.clock
         calls = shape.calls[layer] = shape.calls.get(layer, 0) + 1

@@ -62,10 +62,10 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """Factors in fp32, multiplied by bf16 matrices on tensor cores with the precision of fp32.
+    """LoRA factors in fp32. Tensor cores multiply them by bf16 matrices at fp32 precision.
 
-    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale. So ``gradient_of_a`` and
-    ``gradient_of_z``, which get its result, multiply by the scale.
+    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` does not apply the scale. ``gradient_of_a`` and
+    ``gradient_of_z`` receive its result and apply the scale.
     """
 
     def inner(self, z: Tensor) -> Tensor:

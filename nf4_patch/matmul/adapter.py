@@ -148,7 +148,9 @@ _kernels: dict[tuple[Any, ...], tuple[KernelEntry, small_m.SmallMKernel]] = {}
 def resolve(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig, a: torch.Tensor
 ) -> LoraLaunch:
-    """Return the launch that multiplies every x of this shape by this weight and adds an adapter that is laid out as A is.
+    """Return a launch for this weight and for any x of this shape.
+
+    The launch also adds a LoRA adapter, whose A must have the same layout as ``a``.
 
     The caller has checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
 

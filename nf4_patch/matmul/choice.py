@@ -168,7 +168,7 @@ class SavedMeasurement:
 
 
 def size_in_words(device: int, last: int, n: int, k: int) -> str:
-    """Return a measured size as text. ``last`` is the largest number of rows that the measurement applies to."""
+    """Return as text what a measurement applies to: one GPU, weights of n x k, and x of at most ``last`` rows."""
     return f"GPU {device}, up to {last} rows x {n}x{k}"
 
 

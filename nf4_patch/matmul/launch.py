@@ -102,7 +102,9 @@ class MatmulLaunch:
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
-        spare = (operands[2] if bias is None else bias).data_ptr()  # without a bias, any address, which is not read
+        spare = (
+            operands[2] if bias is None else bias
+        ).data_ptr()  # without a bias, the kernel does not read this address
         # The kernels load 16 bytes at a time. A weight that is not 16-byte aligned is copied first.
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:

@@ -121,5 +121,7 @@ class Chain(parametrize.ParametrizationList):
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # the model may have been moved while adapters were merged
-        self[0].quant_state = original.quant_state = state  # one object, because moving the parameter also moves it
+        self[0].quant_state = original.quant_state = (
+            state  # both share one QuantState, because moving the parameter also moves its QuantState
+        )
         parametrize._cache.clear()  # an outer ``parametrize.cached()`` may hold the previous dense weight

@@ -81,7 +81,7 @@ class Installed:
         self.refused, self.refusal = function, why
 
     def use(self, pair: Pair, place: Place) -> None:
-        """Make ``pair`` the last pair, and add ``place`` to the places."""
+        """Record that ``pair`` is the current original and replacement, and that ``place`` holds a copy of the function."""
         if pair not in self.pairs:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]

@@ -22,8 +22,8 @@ def multiply(a, b, FTZ):
 def look_up(code, nibble, FTZ):
     """Return the value of a nibble.
 
-    FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, but plus zero in the code tensor of its QuantState. With FTZ,
-    which marks the arithmetic of CUDA, the result is minus zero.
+    For FP4's nibble 8, bitsandbytes' CUDA tables hold minus zero, but the code tensor of its QuantState holds plus zero. If FTZ
+    is set, the kernel follows CUDA's arithmetic, so it returns minus zero.
     """
     value = tl.load(code + nibble)
     if FTZ:
