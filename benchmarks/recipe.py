@@ -46,7 +46,7 @@ from benchmarks.training import LENGTHS, Size, Step, llama, optimizer_of
 from nf4_patch.tools.report import Progress, require_gpu, require_patch, silent
 
 METHOD = (
-    "Each side has a process; sides alternate. A round is three times three steps of each length, three without a synchronization."
+    "Each side has a process; sides alternate. A round times three steps without a synchronization in between, three times per length."
     " wall_ms: median of all rounds, per step; wall_spread: (largest - smallest) / median. gpu_ms: sum of kernels and copies, median."
     " peak_gib, reserved_gib: memory that PyTorch allocated, and reserved on the GPU, at the peak. losses: of ten steps that learn."
     " Timed steps include the optimizer, at a learning rate of 0."

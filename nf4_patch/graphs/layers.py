@@ -60,7 +60,7 @@ class Shape:
     )  # by layer, how many eager calls the most recent ``postpone`` demanded
     refusal: Refusal | None = None  # for all layers: set when the GPU had no memory for a capture
     used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
-    began: int = 0  # value of ``Graphs.clock`` when ``calls`` was empty
+    began: int = 0  # value of ``Graphs.clock`` when the count of ``calls`` began
 
     def captured(self) -> list[GraphedLayer]:
         return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
@@ -119,8 +119,8 @@ class Graphs:
     def calls_before_capture(self, shape: Shape) -> int:
         """Return how many calls of a layer run eagerly before its capture.
 
-        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls. It is largest
-        if the capture replaces the graphs of another shape.
+        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls. The
+        number is largest if the capture replaces the graphs of another shape.
         """
         others = sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
         return SIGHTINGS + others if others < SHAPES else REPLACING

@@ -195,7 +195,7 @@ def test_precision_of_matrix_products_in_its_two_forms():
 
 
 def test_math_attention():
-    """It multiplies in fp32, outside of the layer's autocast: an autocast around the capture would round its gradients to bf16."""
+    """Math attention multiplies in fp32. If autocast were on during the capture of a backward, gradients would be rounded to bf16."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
