@@ -8,6 +8,8 @@ Each token of a rollout multiplies one row per completion by every weight: few r
 so what can gain is generation. Its results are as accurate and not the same bits: other tokens may be sampled than without it. Training
 passes over more rows than it covers keep their bits, and --matmul off leaves every bit. All completions have --tokens
 tokens, so that every run does the same work. TRL computes its loss in a Triton kernel and therefore needs a GPU.
+
+With --continuous, transformers' continuous batching generates the rollouts, in CUDA graphs. Then a token does not wait for Python.
 """  # fmt: skip
 
 import argparse
@@ -30,6 +32,7 @@ parser.add_argument("--prompts", type=int, default=2, help="of a step")
 parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
 parser.add_argument("--tokens", type=int, default=64, help="of a completion")
 parser.add_argument("--matmul", default="auto", choices=("auto", "off"))
+parser.add_argument("--continuous", action="store_true", help="generate with continuous batching")
 parser.add_argument("--json", metavar="FILE")
 args = parser.parse_args()
 require_triton(parser)
@@ -55,6 +58,14 @@ def lower_case(completions: list[str], **_) -> list[float]:
     return [sum(map(str.islower, completion)) / max(1, len(completion)) for completion in completions]
 
 
+# no completion ends before the maximum
+rollouts = {"generation_kwargs": {"min_new_tokens": args.tokens}}
+if args.continuous:
+    rollouts = {
+        "generation_kwargs": {"eos_token_id": -1},
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"use_cuda_graph": True, "max_memory_percent": 0.3},
+    }
 record = Record()
 trainer = GRPOTrainer(
     model=model,
@@ -69,8 +80,8 @@ trainer = GRPOTrainer(
         gradient_accumulation_steps=1,
         num_generations=args.generations,
         max_completion_length=args.tokens,
-        generation_kwargs={"min_new_tokens": args.tokens},  # no end before the maximum
         use_vllm=False,
+        **rollouts,
         gradient_checkpointing=True,
         learning_rate=1e-3,
         use_cpu=device == "cpu",
@@ -84,17 +95,18 @@ trainer = GRPOTrainer(
     callbacks=[record],
 )
 
-generate, seconds = trainer.model.generate, []  # of generation, by step
+name = "generate_batch" if args.continuous else "generate"
+generate, seconds = getattr(trainer.model, name), []  # of generation, by step
 
 
-def timed(**inputs) -> torch.Tensor:
+def timed(*inputs, **options):
     begin = now()
-    completions = generate(**inputs)
+    completions = generate(*inputs, **options)
     seconds.append(now() - begin)
     return completions
 
 
-trainer.model.generate = timed
+setattr(trainer.model, name, timed)
 trainer.train()
 
 log = [entry for entry in trainer.state.log_history if "reward" in entry]

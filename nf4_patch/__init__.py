@@ -118,7 +118,7 @@ def release() -> None:
         store.cache.release()
     layers = sys.modules.get(f"{__name__}.graphs.layers")
     if layers is not None:
-        layers.graphs.drop()
+        layers.graphs.forget()
 
 
 def is_enabled() -> bool:

@@ -58,9 +58,15 @@ class Shape:
     waits: weakref.WeakKeyDictionary[nn.Module, int] = field(
         default_factory=weakref.WeakKeyDictionary
     )  # by layer, how many eager calls the most recent ``postpone`` demanded
-    refusal: Refusal | None = None  # for all layers: set when the GPU had no memory for a capture
+    out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # a layer whose capture found no memory; until the layer is freed, no layer is captured for this shape
     used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
     began: int = 0  # value of ``Graphs.clock`` when the count of ``calls`` began
+
+    def of(self, layer: nn.Module) -> GraphedLayer | Refusal | None:
+        refusals = list(self.out_of_memory.values())
+        return refusals[0] if refusals else self.graphs.get(layer)
 
     def captured(self) -> list[GraphedLayer]:
         return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
@@ -76,7 +82,7 @@ class Shape:
 class Graphs:
     """All CUDA graphs of the process.
 
-    ``drop`` may be called at any time. After a ``drop`` between a forward and its backward, the backward recomputes eagerly.
+    ``drop`` and ``forget`` may be called at any time. After a ``drop`` between a forward and its backward, the backward recomputes eagerly.
     """
 
     def __init__(self) -> None:
@@ -103,6 +109,11 @@ class Graphs:
         if pools and not runtime.is_capturing():
             torch.cuda.empty_cache()
 
+    def forget(self) -> None:
+        """Drop every graph, and everything that is known about shapes without graphs."""
+        self.drop()
+        self.seen.clear()
+
     def shape_of(self, key: Any) -> Shape:
         self.clock += 1
         shape = self.shapes.get(key)
@@ -110,8 +121,7 @@ class Graphs:
             self.shapes.move_to_end(key)
             shape.used = self.clock
             return shape
-        shape = self.seen.setdefault(key, Shape())
-        self.seen.move_to_end(key)
+        shape = self.seen[key] = self.seen.pop(key, None) or Shape()
         if len(self.seen) > SEEN:
             self.seen.popitem(last=False)
         return shape
@@ -152,7 +162,7 @@ class Graphs:
         """Before the first capture of a shape, reset the least recently used shape if too many shapes have graphs."""
         if key in self.shapes:
             return
-        shape = self.seen.pop(key)
+        shape = self.seen.pop(key, None) or Shape()  # another thread may call ``forget`` at any time
         for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
             del self.shapes[other]  # a shape without graphs, because its model was freed
         while len(self.shapes) >= SHAPES:
@@ -175,7 +185,7 @@ graphs = Graphs()
 
 def follow(config: Any) -> None:
     if switch.value("graphs") == "off":
-        graphs.drop()
+        graphs.forget()
 
 
 switch.follow(follow)
@@ -356,7 +366,7 @@ def graphed(target: Target, original: Function) -> Function:
         if pool is not None and stream_of(pool.device) != pool.replay_stream:
             return Reason.GRAPH_STREAM
         shape = graphs.shape_of(key)
-        graph = shape.refusal or shape.graphs.get(self)
+        graph = shape.of(self)
         if graph is None:
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
@@ -367,7 +377,7 @@ def graphed(target: Target, original: Function) -> Function:
                 raise
             shape = graphs.shape_of(key)  # a new Shape if the capture dropped all graphs
             if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
-                shape.refusal = graph
+                shape.out_of_memory[self] = graph
             shape.graphs[self] = graph
         if isinstance(graph, Refusal):
             if graph.reason not in FOR_GOOD:

@@ -167,3 +167,46 @@ def test_generate_compiled_with_a_static_cache(batch, option):
     for got, want in zip(results, stock, strict=True):
         assert_alike(got, want)
     assert error(results[1][0][0], results[0][0][0].double()) > 0.05
+
+
+@torch.no_grad()
+def assert_greedy(model, prompts, results):
+    """Each token has the largest logit in peft's own forward over the whole sequence, apart from rounding."""
+    assert len(results) == len(prompts)
+    for prompt, tokens in zip(prompts, results, strict=True):
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=CUDA)).logits[0].float()
+        found = logits[len(prompt) - 1 : -1]
+        chosen = found.gather(1, torch.tensor(tokens, device=CUDA)[:, None])[:, 0]
+        assert len(tokens) == 24 and (found.amax(1) - chosen).max() < 0.2 * found.std()
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_continuous_batching(in_graphs):
+    """transformers' generate_batch, eager and in its CUDA graphs; the next rollout uses the adapter of the last optimizer step."""
+    generation = pytest.importorskip("transformers.generation")
+    if not hasattr(generation, "ContinuousBatchingConfig"):
+        pytest.skip("transformers has no ContinuousBatchingConfig")
+    model = adapted()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (3, 70, 12, 5, 9)]
+    greedy = generation.GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def rollout():
+        config = generation.ContinuousBatchingConfig(use_cuda_graph=in_graphs, num_blocks=32, max_batch_tokens=256)
+        with torch.no_grad():
+            found = model.generate_batch(
+                prompts, generation_config=greedy, continuous_batching_config=config, progress_bar=False
+            )
+        return [output.generated_tokens for output in found.values()]
+
+    first = []
+    for _ in range(2):
+        nf4_patch.enable(matmul="auto")
+        counters.reset()
+        found = rollout()
+        assert kernel_hits() > 14
+        nf4_patch.disable()
+        assert_greedy(model, prompts, found)
+        assert found != first
+        first = found
+        step(model)

@@ -586,6 +586,32 @@ def test_no_memory_for_a_capture():
     assert found["losses"] == eager["losses"]
 
 
+@pytest.mark.parametrize("how", ["next model", "disable", "release"])
+def test_no_memory_is_forgotten(how, monkeypatch):
+    """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
+
+    class Unallocated(graphs_module.GraphedLayer):
+        def __init__(self, *arguments):
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs_module, "GraphedLayer", Unallocated)
+            found = run(model, one_step, graphs="auto")
+        assert "GRAPH_MEMORY" in found["reasons"] and not found["replays"]
+        assert not run(model, one_step, graphs="auto")["replays"]
+        if how == "disable":
+            nf4_patch.disable()
+        if how == "release":
+            nf4_patch.release()
+        if how == "next model":
+            del model
+            gc.collect()
+            model = model_of()
+        assert run(model, one_step, graphs="auto")["replays"] == 3 * (STEPS - 2)
+
+
 @pytest.mark.gpu
 def test_memory_is_given_back():
     model = model_of()
@@ -596,11 +622,12 @@ def test_memory_is_given_back():
     run(model, one_step, graphs="auto")  # cuBLAS makes a workspace for the capture stream
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before, replays = torch.cuda.memory_reserved(), graphs.replays
     run(model, one_step, graphs="auto")
     nf4_patch.disable()
     gc.collect()
     torch.cuda.empty_cache()
+    assert graphs.replays > replays
     assert torch.cuda.memory_reserved() <= before + 2**21
     assert nf4_patch.status().graphs.layers == 0
 
@@ -619,7 +646,9 @@ def test_interrupt_and_the_next_model():
         del model
         gc.collect()
         torch.manual_seed(0)
-        assert_same(eager, run(model_of(), one_step, graphs="auto"))
+        found = run(model_of(), one_step, graphs="auto")
+        assert_same(eager, found)
+        assert found["replays"] == 3 * (STEPS - 2)
 
 
 def interrupt(module, arguments):
@@ -649,7 +678,9 @@ def test_interrupt_in_a_capture():
         run(model, one_step, graphs="auto")
     layers_of(model)[1].mlp = layers_of(model)[1].mlp.inner
     torch.manual_seed(0)
-    assert_same(eager, run(model, one_step, graphs="auto"))
+    found = run(model, one_step, graphs="auto")
+    assert_same(eager, found)
+    assert found["replays"] > 0
 
 
 def test_reasons():
