@@ -107,6 +107,7 @@ class Running:
     """The model of a side, with its options switched on."""
 
     def __init__(self, side: Side, configuration: Callable[[], Any]):
+        os.environ.update(side.environment)
         if side.kind == UNSLOTH:
             importlib.import_module("unsloth")
         self.model, self.side = model_of(side.kind, configuration()), side
@@ -159,13 +160,12 @@ class Running:
         return {"walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item()}
 
 
-def serve(pipe: Connection, side: Side, configuration: Callable[[], Any]) -> None:
-    """Build the side. Then call the method of each request, and send back (result, "") or (None, traceback)."""
-    os.environ.update(side.environment)
-    running: Running | None = None
+def serve(pipe: Connection, make: Callable[[], Any]) -> None:
+    """Make the side. Then call the method of each request, and send back (result, "") or (None, traceback)."""
+    running = None
     while True:
         try:
-            running = running or Running(side, configuration)
+            running = running or make()
             method, *arguments = pipe.recv()
             pipe.send((getattr(running, method)(*arguments), ""))
         except Exception:
@@ -175,17 +175,17 @@ def serve(pipe: Connection, side: Side, configuration: Callable[[], Any]) -> Non
 
 
 class Process:
-    """The process of a side. It starts to build immediately."""
+    """The process of a side. It starts to make the side immediately."""
 
-    def __init__(self, side: Side, configuration: Callable[[], Any]):
+    def __init__(self, make: Callable[[], Any]):
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, side, configuration), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, make), daemon=True)
         self.process.start()
         theirs.close()
 
     def send(self, *request: Any) -> None:
-        """Ask for the result of a method of ``Running``."""
+        """Ask for the result of a method of the side: its name, then its arguments."""
         with contextlib.suppress(OSError):
             self.pipe.send(request)
 
@@ -209,7 +209,8 @@ def measure(recipe: Recipe, rounds: int = ROUNDS, seconds: float = math.inf, tel
     """
     begin, sizes = time.monotonic(), list(recipe.sizes)
     sides = {n: s for n, s in recipe.sides.items() if importlib.util.find_spec(LIBRARIES.get(s.kind, "peft"))}
-    processes, failures = {name: Process(side, recipe.configuration) for name, side in sides.items()}, list[str]()
+    processes = {name: Process(partial(Running, side, recipe.configuration)) for name, side in sides.items()}
+    failures: list[str] = []
 
     def of_each(names: Iterable[str], *request: Any, together: bool = False) -> dict[str, Any]:
         answers: dict[str, Any] = {}

@@ -121,7 +121,7 @@ class Graphs:
             self.shapes.move_to_end(key)
             shape.used = self.clock
             return shape
-        shape = self.seen[key] = self.seen.pop(key, None) or Shape()
+        shape = self.seen[key] = self.seen.pop(key, Shape())
         if len(self.seen) > SEEN:
             self.seen.popitem(last=False)
         return shape
@@ -162,7 +162,7 @@ class Graphs:
         """Before the first capture of a shape, reset the least recently used shape if too many shapes have graphs."""
         if key in self.shapes:
             return
-        shape = self.seen.pop(key, None) or Shape()  # another thread may call ``forget`` at any time
+        shape = self.seen.pop(key, Shape())  # another thread may call ``forget`` at any time
         for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
             del self.shapes[other]  # a shape without graphs, because its model was freed
         while len(self.shapes) >= SHAPES:
