@@ -130,13 +130,6 @@ def speedups(name: str, ours: str, other: str) -> list[Record]:
     return found
 
 
-def decoded() -> list[Record]:
-    """Return the decode steps with an adapter, by batch. Rows that the benchmark itself wrote have no ``code``."""
-    rows = (row for row in records("generation-lora") if "tokens_s" in row)
-    rows = ({"layers": "", "code": "compiled" if row.get("row") == "compiled" else "eager", **row} for row in rows)
-    return sorted(rows, key=itemgetter("batch"))
-
-
 BILLIONS = {"Qwen3-30B-A3B": 30.53, "gpt-oss-20b": 20.9, "Gemma-4-26B-A4B": 25.2, "GLM-4.5-Air": 106.9}  # parameters
 ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 
@@ -244,7 +237,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "challenge": partial(sides, "challenge", "s", subject="total"),
     "generation": partial(sides, "generate", "tokens/s"),
     "generation-lora": lambda: pivot(
-        decoded(), {"tokens per second": "{words}, {layers} {code} layers"}, {"batch {batch}": "{tokens_s:,.0f}"}),
+        sorted((row for row in records("generation-lora") if "tokens_s" in row), key=itemgetter("batch")),
+        {"tokens per second": "{words}, {layers} {code} layers"}, {"batch {batch}": "{tokens_s:,.0f}"}),
     "matmul": lambda: pivot(
         records("matmul", side="bitsandbytes"), {"rows of X": "{m}"}, {"{section}": "{ours} ({speedup})"}),
     "cache": lambda: pivot(
