@@ -261,28 +261,27 @@ class Bench:
         ``tokens_like_bnb`` is the number of first tokens of each sequence that are those of the side "bnb".
         """
         torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        prompt = torch.randint(0, VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(
-            self.device
-        )
+        counts = torch._dynamo.utils.counters
+        counts.clear()
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(0, VOCABULARY, (batch, PROMPT), generator=generator).to(self.device)
         result: dict[str, Any] = {}
-        for call in ("first", "second"):
-            begin = time.monotonic()
-            with self.active(side):
+        with self.active(side):
+            for call in ("first", "second"):
+                begin = time.monotonic()
                 tokens = self.peft.generate(
                     input_ids=prompt, attention_mask=torch.ones_like(prompt), cache_implementation="static",
                     do_sample=False, min_new_tokens=TOKENS, max_new_tokens=TOKENS,
                 )[:, PROMPT:].tolist()  # fmt: skip
-            seconds = time.monotonic() - begin
-            counts = torch._dynamo.utils.counters
-            result[call] = {
-                "s": round(seconds, 2), "tokens_s": round(batch * TOKENS / seconds, 1),
-                "compilations": counts["stats"]["unique_graphs"], "graph_breaks": sum(counts["graph_break"].values()),
-            }  # fmt: skip
+                seconds = time.monotonic() - begin
+                result[call] = {
+                    "s": round(seconds, 2), "tokens_s": round(batch * TOKENS / seconds, 1),
+                    "compilations": counts["stats"]["unique_graphs"], "graph_breaks": sum(counts["graph_break"].values()),
+                }  # fmt: skip
         self.tokens[side, batch] = tokens
         pairs = zip(tokens, self.tokens.get(("bnb", batch), tokens), strict=True)
-        alike = [[ours == theirs for ours, theirs in zip(*pair, strict=True)] + [False] for pair in pairs]
-        return result | {"tokens_like_bnb": [found.index(False) for found in alike]}
+        alike = [next((i for i in range(TOKENS) if ours[i] != theirs[i]), TOKENS) for ours, theirs in pairs]
+        return result | {"tokens_like_bnb": alike}
 
     def kernels(self, layer: str, batch: int) -> dict[str, Any]:
         """Time the fused matmul with the adapter beside the one without, in microseconds."""
