@@ -198,7 +198,7 @@ class Bench:
         torch.backends.cuda.matmul.allow_tf32 = False
         for adapter in (True, False):
             model = self.dense(torch.float32, adapter)
-            for batch in self.options.batches:
+            for batch in {*self.options.batches, *self.options.compiled}:
                 self.truths[batch, adapter] = Step(model, self.config, batch, torch.float32, self.device)()
             del model
             gc.collect()
