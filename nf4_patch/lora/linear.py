@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..cache.store import cache
 from ..matmul import lora as few_rows
-from ..matmul.lora import LARGEST_M, FusedLora
+from ..matmul.choice import LARGEST_M
+from ..matmul.lora import FusedLora
 from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context

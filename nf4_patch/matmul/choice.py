@@ -28,6 +28,7 @@ logger = logging.getLogger("nf4_patch")
 
 # One measurement serves a range of row counts: 1, 2, 3 to 4, 5 to 8 and so on. LAST_ROWS holds the largest count of each range.
 LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+LARGEST_M = LAST_ROWS[-1]
 FILE = "nf4_patch_matmul.json"
 
 
@@ -53,7 +54,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
     Args:
         may_measure: False in a training step. A size that was never measured then gets None on a GPU without a shipped table.
     """
-    if m > LAST_ROWS[-1] or device < 0:  # PyTorch's index of the CPU is -1
+    if m > LARGEST_M or device < 0:  # PyTorch's index of the CPU is -1
         return None
     size = device, m, n, k
     if size not in _configs:

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
-from ..nf4.weight import LIMIT, PackedWeight
+from ..nf4.weight import PackedWeight
 from ..patching import guards, op
 from ..patching.context import is_jit_tracing, plain_methods
 from ..patching.counters import counters, warn_once
 from ..patching.reasons import Reason
 from . import adapter
 from . import launch as matmul
-from .choice import LAST_ROWS, config_for
+from .choice import LARGEST_M, LAST_ROWS, config_for
 from .product import FusedMatmul
-
-LARGEST_M = 64  # rows of x
 
 
 class FusedLora(FusedMatmul):
@@ -53,13 +51,9 @@ class FusedLora(FusedMatmul):
         except (AttributeError, TypeError, RuntimeError):  # see FusedMatmul.run
             key = launch = None
         if launch is None:
-            launch = self.resolve_with(x, weight, bias, a, b)
+            launch = self.remember(key, self.resolve_with(x, weight, bias, a, b))
             if type(launch) is Reason:
                 return launch
-            if key is not None:
-                if len(self.launches) >= LIMIT:
-                    self.launches.clear()
-                self.launches[key] = launch
         result: Tensor = launch.add(x, a, b, scale)
         launch.counter.hits += 1
         return result

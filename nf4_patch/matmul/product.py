@@ -60,18 +60,22 @@ class FusedMatmul:
         except (AttributeError, TypeError, RuntimeError):  # not a tensor, a tensor without memory, or a list as a shape
             key = launch = None
         if launch is None:
-            launch = self.resolve(x, weight, bias)
+            launch = self.remember(key, self.resolve(x, weight, bias))
             if type(launch) is Reason:
                 return launch
-            if key is not None:
-                if len(self.launches) >= LIMIT:
-                    self.launches.clear()
-                self.launches[key] = launch
         if out is not None and not launch.accepts(x, out):
             return Reason.OUT_MISMATCH
         result = launch(x, out)
         launch.counter.hits += 1
         return result
+
+    def remember(self, key: Any, launch: matmul.MatmulLaunch | Reason) -> matmul.MatmulLaunch | Reason:
+        """Keep a launch for later calls with the same key, unless the key is None. Return the launch, or the Reason."""
+        if key is not None and type(launch) is not Reason:
+            if len(self.launches) >= LIMIT:
+                self.launches.clear()
+            self.launches[key] = launch
+        return launch
 
     def resolve(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
         """Run the guards and resolve a launch. Return it, or the Reason for a fallback."""

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from verbs import run_with_gpu
 
 from benchmarks import models, recipe
 from benchmarks.recipe import Recipe, Side
 from benchmarks.step import STOCK
-from nf4_patch.tools.report import NotAvailable, silent
 
 pytest.importorskip("peft")
 TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
@@ -68,9 +68,5 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
     """And nothing without a GPU."""
     asked = []
     monkeypatch.setattr(recipe, "measure", lambda recipe, tell, seconds: asked.append((recipe.model, recipe.layers)))
-    if not torch.cuda.is_available():
-        with pytest.raises(NotAvailable):
-            recipe.command(words, obj=silent, standalone_mode=False)
-        monkeypatch.setattr(recipe, "require_gpu", lambda: None)
-    recipe.command(words, obj=silent, standalone_mode=False)
+    run_with_gpu(recipe, words, monkeypatch)
     assert asked == [what]

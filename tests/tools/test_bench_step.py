@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
+from verbs import run_with_gpu
 
 from benchmarks import models, step
 from benchmarks.step import FP32, PACKED, STOCK, Side
-from nf4_patch.tools.report import NotAvailable, silent
 
 pytest.importorskip("peft")
 TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
@@ -53,11 +53,7 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
     """And nothing without a GPU."""
     asked = []
     monkeypatch.setattr(step, "measure", lambda what, tell: asked.append(what))
-    if not torch.cuda.is_available():
-        with pytest.raises(NotAvailable):
-            step.command(words, obj=silent, standalone_mode=False)
-        monkeypatch.setattr(step, "require_gpu", lambda: None)
-    step.command(words, obj=silent, standalone_mode=False)
+    run_with_gpu(step, words, monkeypatch)
     assert asked == [what]
 
 
