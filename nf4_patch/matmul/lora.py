@@ -61,7 +61,7 @@ class FusedLora(FusedMatmul):
     def resolve_with(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor
     ) -> adapter.LoraLaunch | Reason:
-        """Run the guards and resolve a launch. Return it, or the Reason for a fallback."""
+        """Check whether the kernels support the operands. Return a launch for them, or the Reason for a fallback."""
         if is_jit_tracing():
             return Reason.EXPORTING
         reason = why_not(x, weight, bias, a, b)
@@ -84,10 +84,12 @@ class FusedLora(FusedMatmul):
 def why_not(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, ignore: tuple[Reason, ...] = ()
 ) -> Reason | None:
-    """Return the first Reason why the kernels do not support these operands, or None. Looks at no address and no data.
+    """Return the first Reason why the kernels do not support these operands, or None.
+
+    Only metadata is read: no address and no data. So fake tensors work too.
 
     Args:
-        ignore: reasons of the weight's guards that do not count.
+        ignore: Reasons that are not checked for the weight, as in ``guards.why_not``.
     """
     if not runtime.runs_on(x):
         return Reason.NOT_CUDA
@@ -97,7 +99,8 @@ def why_not(
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
     m: Any = x.numel() // k
-    # Dynamo may trace the number of rows as a symbol. The graph then runs for every number of rows.
+    # Dynamo may trace the number of rows as a symbol. The graph then runs for every number of rows, so each range of
+    # row counts needs a config.
     every = (m,) if type(m) is int else LAST_ROWS
     if any(config_for(x.get_device(), rows, n, k) is None for rows in every):
         return Reason.NOT_FASTER
@@ -119,7 +122,10 @@ fused = FusedLora(NAME)
 
 
 def kernel(x: Tensor, *fields: Any) -> Tensor:
-    """Compute the op. Where the kernels cannot run, compute it with the dequantized weight: a graph has no original."""
+    """Compute the op. If the kernels cannot run, multiply by the dequantized weight with PyTorch operators.
+
+    A compiled graph cannot fall back to the original function.
+    """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
     with plain_methods():
@@ -135,7 +141,10 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
 
 
 def fake(x: Tensor, *fields: Any) -> Tensor:
-    """Return the result's shape, or an answer like that of ``op.fake`` if the kernels do not support the operands."""
+    """Return an empty result of the op.
+
+    If the kernels do not support the operands, return a bool tensor that encodes the Reason, as ``op.fake`` does.
+    """
     *packed, bias, a, b, _ = fields
     weight = op.given(*packed)
     reason = why_not(x, weight, bias, a, b, ignore=(Reason.TENSOR_SUBCLASS,))  # every tensor is a FakeTensor here
@@ -154,6 +163,9 @@ if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload: de
 def traced(
     x: Tensor, fields: tuple[Any, ...], bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor | Reason:
-    """Call the op with the fields of a PackedWeight. Return its result, or the Reason for a fallback. Written to be traced."""
+    """Call the op with the fields of a PackedWeight. Return its result, or the Reason for a fallback.
+
+    Dynamo can trace this function.
+    """
     result: Tensor = torch.ops.nf4_patch.matmul_lora_4bit(x, *fields, bias, a, b, scale)
     return op.REASONS[result.shape[0]] if result.dtype is torch.bool else result

@@ -85,9 +85,10 @@ def measure(
 ) -> Measurement | None:  # fmt: skip
     """Check the configs for x [last, k] and a weight [n, k], and time them against the originals.
 
-    The result applies to a range of row counts, ``first`` to ``last``. The configs multiply ``last`` rows. The originals, and
-    dequantize + matmul, multiply ``first`` rows and ``last`` rows. A config wins if its median time is below every single one of
-    their times. A matmul of more rows never takes less time, so the config also wins for all row counts in the range.
+    The result applies to every row count from ``first`` to ``last``. The configs are timed with ``last`` rows, where
+    they are slowest. The originals, and dequantize + matmul, are also timed with ``first`` rows, where they are
+    fastest. A config wins if its median time is below every time of the others (see ``winner``). A matmul of more rows
+    never takes less time, so this config is faster for every row count in the range.
 
     Returns:
         None if the GPU has too little free memory, the host was too slow to time anything, or no config gives right results.
@@ -148,7 +149,9 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 
 
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
-    """Return a random nested NF4 weight [n, k] and a random x [m, k], in bf16, or in fp16 before sm_80.
+    """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k].
+
+    The dtype of both is bf16, or fp16 before sm_80.
 
     PyTorch's default random generator is not used, so that a measurement does not change the user's random numbers.
     """
@@ -168,7 +171,7 @@ def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, 
 
 
 def quant_state(weight: PackedWeight) -> Any:
-    """Return bitsandbytes' QuantState of a nested weight."""
+    """Return bitsandbytes' QuantState of a weight with double quantization."""
     from bitsandbytes.functional import QuantState
 
     second = QuantState(weight.absmax2, code=weight.code2, blocksize=weight.blocksize2, dtype=torch.float32)
@@ -199,9 +202,10 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
 
 
 def gpu_times(calls: Mapping[str, Call], flushed: int) -> dict[str, list[float]]:
-    """Return the GPU times of each call in us, with a cold L2 cache, one per round.
+    """Return the GPU times of each call in us, with a cold L2 cache.
 
-    A round in which the host did not keep ahead of the GPU is dropped, because its times contain gaps.
+    A round runs every call once, so each call has one time per round. A round in which the host did not keep ahead of
+    the GPU is dropped, because its times contain gaps.
 
     Args:
         flushed: bytes to read before each call, to overwrite the L2 cache.

@@ -78,7 +78,7 @@ class FusedMatmul:
         return launch
 
     def resolve(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
-        """Run the guards and resolve a launch. Return it, or the Reason for a fallback."""
+        """Check whether the kernel supports the operands. Return a launch for them, or the Reason for a fallback."""
         if is_jit_tracing():
             return Reason.EXPORTING
         device = x.get_device()
@@ -117,7 +117,7 @@ class FusedMatmul:
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
-            # bitsandbytes multiplies by it on the CPU, for which it is packed
+            # On the CPU, a weight that is packed for the CPU is no error, because bitsandbytes itself multiplies by it.
             return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
         if modes_active():
             return Reason.DISPATCH_MODE
@@ -144,7 +144,10 @@ class FusedMatmul:
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """Return a factory of replacements, for the ``replace`` field of a target. A replacement first tries ``multiply``."""
+    """Return a function that makes replacements, for the ``replace`` field of a Target.
+
+    A replacement calls ``multiply`` first. If ``multiply`` returns a Reason, the original function runs.
+    """
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)

@@ -22,9 +22,9 @@ BLOCK = 1024  # elements that a program of sum_split_k_kernel computes
 class SmallMPlan(NamedTuple):
     """How a config divides the work of one size on one GPU.
 
-    The rows of the weight are split evenly into ``sm_partitions`` partitions, one for each multiprocessor. With ``split_k`` > 1, K
-    is split evenly too, and each part of K has its own multiprocessors. All CTAs of a partition are meant to run on one
-    multiprocessor, so their indices in the grid are ``sm_partitions`` apart.
+    The rows of the weight are split evenly into ``sm_partitions`` partitions. With ``split_k`` > 1, K is split evenly
+    too. One multiprocessor computes one part of K of one partition. The CTAs for it have indices in the grid that are
+    ``sm_partitions`` apart, because the GPU normally hands CTAs to its multiprocessors in turn.
     """
 
     sm_partitions: int  # partitions of the weight's rows
@@ -45,11 +45,11 @@ def plan(
 
     Args:
         half: True if x is fp16, False if bf16.
-        offset: the dtype of the weight's offset, None for a flat weight.
+        offset: the dtype of the weight's offset. None for a flat weight, which has no double quantization.
         step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
         adapter: the layout of the LoRA adapter that the kernel adds.
     """
-    if step < 32:  # the 32 weights of a 128-bit load would have two scales, and rows are aligned to 8 bytes only
+    if step < 32:  # a 128-bit load would contain weights with two scales, and rows are only 8-byte aligned
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
     chunks = -(-k // 256)
@@ -68,7 +68,7 @@ def plan(
     # 255 registers per thread are allowed, because ptxas uses only 168 to 177 by itself. 24 rows, 14336x4096, take 25.6 us with the
     # limit of 255, and 33.4 us without it (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
-    if adapter is not None:  # its registers must not keep a second CTA from the multiprocessor
+    if adapter is not None:  # the registers for the adapter must leave room for all CTAs of a multiprocessor
         registers = min(255, 2048 // (warps * config.ctas_per_sm))
     return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)
 
@@ -86,8 +86,8 @@ class SmallMKernel:
         self.grid, self.part_numel = division.ctas, division.split_k * m * n
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
-        # Empty tensors stand in for the tensors that each call allocates. Triton compiles for their address 0, which is 16-byte
-        # aligned like the later addresses.
+        # Empty tensors stand in for the tensors that each call allocates. Their address is 0, a multiple of 16. So
+        # Triton compiles for 16-byte aligned addresses, and all tensors of later calls have such addresses.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

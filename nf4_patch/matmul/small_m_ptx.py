@@ -1,17 +1,19 @@
 """Generate the inline PTX of the fused matmul for few rows of X: the code of one CTA for a given config.
 
 ``out[M, N] = X[M, K] @ weight[N, K].T``. In ``mma.sync.m16n8k16``, a warp's A operands are 16-row tiles of the weight, and its
-B operands are 8-row tiles of X. Accumulators are fp32. No matrix operand goes through shared memory.
+B operands are 8-row tiles of X. Accumulators are fp32. Neither the weight nor X goes through shared memory.
 
-* A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. A lane loads 64 or 128 bits of each of its
-  rows at a time. These bytes are exactly the lane's fragment of the mma, because A and B use the same permutation of K.
-* Two weights (one byte) are decoded at once. A table in shared memory has an entry of two fp32 codes for each of the 256 bytes. One
-  ``dp4a`` computes the address of the entry (byte * 128 + lane), and one 64-bit load reads the entry. Each code * scale is rounded
-  once, so the weights are bit-identical to those of dequantize.
+* A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. Per chunk, a lane loads two groups
+  of 128 bits, or four groups of 64 bits, from each of its rows. These bytes are exactly the lane's fragment of the mma,
+  because A and B use the same permutation of K.
+* Two weights (one byte) are decoded at once. A table in shared memory has an entry of two fp32 codes for each value of
+  a byte. There are 16 copies of the table. One ``dp4a`` computes the address of the entry (byte * 128 + the start of
+  the lane's copy), and one 64-bit load reads the entry. Each code * scale is rounded once, so the weights are
+  bit-identical to those of dequantize.
 * On Hopper and newer, a warp with two tiles uses the table for one half of its rows only. It decodes the other half with byte
   permutes (byte_permutes.py), because the arithmetic units have time left.
 * The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
-* As soon as a group of words is decoded, the same group of the next chunk is loaded into the same registers.
+* As soon as a group is decoded, the same group of a later chunk is loaded into the same registers.
 
 Bottlenecks (H200, ncu). Up to 16 rows of X, without byte permutes, the limit is the L1 data pipe. A warp needs 200 cycles of it for
 16 rows x 256 elements of the weight, 128 of them for table lookups. From 32 rows upwards, the limit is the latency of loads of X,
@@ -32,16 +34,17 @@ from .tuning import SmallMConfig
 # TABLE_BYTES: 16 copies of a table with 256 entries of 8 bytes. Shared memory serves 16 lanes per cycle with 64-bit loads, so each
 # of these lanes reads its own copy.
 TABLE_BYTES = 32768
-SUM_BYTES = 8192  # partial sums; with the table and code2 still under 48 KiB, the limit without an opt-in
-SHARED_BYTES = (
-    49152 - TABLE_BYTES - 1024 - 256
-)  # for sums and an adapter: 48 KiB without the table, code2 (1,024 bytes), and the codes and barriers (256 bytes)
+# SUM_BYTES: memory for partial sums. Together with the table and code2 it is below 48 KiB, the limit without an opt-in.
+SUM_BYTES = 8192
+# SHARED_BYTES: memory for partial sums and an adapter. It is what the table, code2 (1,024 bytes), and the codes and
+# barriers (256 bytes) leave of 48 KiB.
+SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256
 
 
 class Dialect(NamedTuple):
     """PTX differences between GPU generations."""
 
-    mma_k: int  # K of one mma; with 8, on sm_75, two mma take the fragments of one mma with 16
+    mma_k: int  # K of one mma: 16, or 8 on sm_75, where two mma instructions replace one
     packed_convert: bool  # one instruction rounds two fp32 numbers and packs them
     wait: str  # instruction that waits for an mbarrier; "" if the CTA uses bar.sync instead
     hopper: bool = False  # use dependent launches, and byte permutes for half the rows of a warp with two tiles
@@ -69,7 +72,7 @@ class AdapterLayout(NamedTuple):
 
     rank: int  # a multiple of 4
     wide: bool  # B is fp32, else it has x's dtype
-    parts: int  # parts of K, whose sums are the inner product s * x @ A.T
+    parts: int  # number of parts of K; the inner product s * x @ A.T is the sum of one product per part
 
     @property
     def ranks(self) -> int:
@@ -78,15 +81,21 @@ class AdapterLayout(NamedTuple):
 
     @property
     def fragments(self) -> int:
-        """Return how many operands of an mma hold 16 rows of B."""
+        """Return how many mma operands hold 16 rows of B: one per 16 columns, or two if B is fp32 (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
-        """Return the shared memory of the inner product. With ``wide`` it is the sum of two 16-bit arrays."""
+        """Return how many bytes of shared memory the inner product takes.
+
+        With ``wide`` it is stored in two 16-bit arrays, which add up to the inner product.
+        """
         return 256 * n_tiles * self.fragments
 
     def sum_bytes(self, n_tiles: int) -> int:
-        """Return how much shared memory is left for partial sums: SUM_BYTES, half of that, or 0 if that is too little."""
+        """Return how many bytes of shared memory the partial sums get: SUM_BYTES, else half of SUM_BYTES, else 0.
+
+        It is the first of these sizes for which the inner product leaves enough memory.
+        """
         left = SHARED_BYTES - self.inner_bytes(n_tiles)
         return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
 
@@ -116,8 +125,9 @@ class Cta:
         # Byte permutes are used with two tiles per warp, because they are faster: 8 rows, 4096x14336, take 18.2 us instead of 20.1,
         # and 64 rows, 14336x4096, take 39.2 us instead of 42.3 (H200, triton 3.6.0). With one tile they are not faster.
         self.permutes = self.dialect.hopper and self.tiles > 1
-        # Of each of its rows, a lane loads ``groups`` groups of ``words`` 32-bit words per chunk. K is divided into steps, which
-        # are ``step`` elements with one scale. Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
+        # Per chunk, a lane loads several groups of 32-bit words from each of its rows: ``groups`` is the number of
+        # groups, and ``words`` is the number of words in a group. The ``step`` elements of a step of K share a scale.
+        # Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
         lanes = self.step // (8 * self.words)  # number of lanes whose words belong to the same step
@@ -127,7 +137,8 @@ class Cta:
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         self.ranks, self.wide = (self.adapter.ranks, self.adapter.wide) if self.adapter else (0, False)
         self.sum_bytes = self.adapter.sum_bytes(self.n_tiles) if self.adapter else SUM_BYTES
-        # accumulators that the warps add up at a time, and which of them a summing warp adds
+        # ``together`` is the number of accumulators that the warps add up at a time (see ``add_up``). A warp adds
+        # accumulator sub + i * warps_k of them for each i in ``mine``.
         self.together = math.gcd(self.registers, self.sum_bytes // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
 
@@ -256,7 +267,11 @@ class Cta:
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
 
     def fill_inner(self) -> None:
-        """Add the parts of the adapter's inner product in order, and round the sums to shared inner[8 * n_tiles][16 * ranks]."""
+        """Add the parts of the adapter's inner product in order, and store the sums in shared memory.
+
+        The sums are rounded to 16 bits, in inner[8 * n_tiles][16 * ranks]. With ``wide`` a second array follows, with
+        the rounding errors.
+        """
         e, quads, count = self.emit, 4 * self.ranks, self.adapter.parts  # type: ignore[union-attr]
         e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
         for i in range(
@@ -277,7 +292,10 @@ class Cta:
                 e(f"@p st.shared.v2.b32 [sub + {256 * self.n_tiles * self.ranks}], {{lx2, lx3}};")
 
     def split(self, high: tuple[str, str], low: tuple[str, str], source: str, first: int) -> None:
-        """Round four fp32 registers to two registers ``high``. With ``wide``, round what is left of them to ``low``."""
+        """Round four fp32 registers to 16 bits, into the two registers ``high``.
+
+        With ``wide``, also round the four rounding errors to 16 bits, into the two registers ``low``.
+        """
         e = self.emit
         for i, (to, rest) in enumerate(zip(high, low, strict=True)):
             left, right = (f"{source}{first + 2 * i + j}" for j in (0, 1))
@@ -288,7 +306,7 @@ class Cta:
                 e(f"cvt.rn.{self.name}x2.f32 {rest}, w1, w0;")
 
     def clear_lora(self) -> None:
-        """Set the registers of B's columns past the rank to 0, which ``fetch_lora`` never loads."""
+        """Set the registers for columns of B past the rank to 0. ``fetch_lora`` does not load these columns."""
         if self.adapter and self.adapter.rank % 16:
             name, count = ("wide", 8) if self.wide else ("lb", 4)
             first = count * self.tiles * (self.ranks - 1)
@@ -318,7 +336,10 @@ class Cta:
                 e(f"@{loads} ld.global.{to}, [d + {16 * size * c}];")
 
     def add_lora(self, k: int) -> None:
-        """Add inner @ B.T to the sums of the first warp along K, one mma per tile and 16 columns of B; three if B is fp32."""
+        """Add inner @ B.T to the sums of the first warp along K.
+
+        A tile of the weight and a tile of X need one mma per 16 columns of B, or three if B is fp32.
+        """
         e, line = self.emit, 32 * self.ranks
         mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32"
         e(f"setp.ge.u32 p, wk, 1; @p bra ADDED{k};")
@@ -343,7 +364,7 @@ class Cta:
         e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
-        """Return the offsets from tid of the entries of code2 that a thread loads. There are none for a flat weight."""
+        """Return the offsets i for which a thread loads entry tid + i of code2. A flat weight has no code2."""
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
@@ -540,7 +561,7 @@ class Cta:
         e = self.emit
         for i in range(self.scales):
             scaled = f"scaled{i // self.rows}"
-            if self.tail:  # a lane past K loads nothing below, so its registers need values
+            if self.tail:  # a lane past K skips the loads below, so its registers are set to 0 first
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.offset:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @{scaled} ld.global.u8 q{k}_{i}, [d];")

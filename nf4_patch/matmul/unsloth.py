@@ -32,8 +32,8 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # The original runs if autocast or the weight has another dtype than X. It multiplies in autocast's dtype, and rounds a weight
-    # of another dtype twice.
+    # If autocast or the weight has another dtype than X, Unsloth's function runs. It multiplies in autocast's dtype,
+    # and rounds a weight of another dtype twice. The fused matmul does neither, so its results would differ.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return Reason.MATMUL_OPERANDS
     rows = X.view(-1, X.shape[-1])

@@ -39,7 +39,10 @@ def trait(module: Any, name: str) -> bool:
 
 
 def kernels_or_reference() -> Any:
-    """Return the module whose functions a backward calls: reference.py under compiled autograd, because Dynamo traces no launch."""
+    """Return the module whose functions a backward calls: launch.py, or reference.py under compiled autograd.
+
+    Dynamo traces compiled autograd, and cannot trace the launch of a kernel.
+    """
     return reference if is_compiling() else launch
 
 
@@ -176,9 +179,9 @@ class Combined(torch.autograd.Function):
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
-        if (
-            saved_tensors_hooks(True) is None
-        ):  # no checkpoint. Compiled autograd can read only the node's own saved tensors
+        # Without hooks on saved tensors there is no checkpoint, so the node saves slot_of itself. Compiled autograd
+        # needs this, because it can read only the node's own saved tensors.
+        if saved_tensors_hooks(True) is None:
             ctx.save_for_backward(order.slot_of)
         return launch.combine(rows, order.row_of, dtype, weights, addend)
 
@@ -197,8 +200,9 @@ def products(
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. LoRA's product is then multiplied by them
-            here. ``Combined`` multiplies the frozen product by them, and ``Weighted`` multiplies the gradient of that product.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. This function then multiplies
+            LoRA's product by them, and ``Combined`` multiplies the frozen product by them. In the backward,
+            ``Weighted`` multiplies the gradient that comes back through the frozen product by them.
 
     Returns:
         The frozen product plus the bias, and LoRA's product or None. The caller adds the two.
@@ -224,8 +228,8 @@ def forward(
     """Compute what transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward`` computes.
 
     Args:
-        stacks: the packed stacks by name. A stack is one weight of all experts, such as down_proj. Stacks that are not in this
-            dict are read from the module as dense weights.
+        stacks: the packed stacks by name. A stack is a tensor [experts, ...] that holds one weight, such as down_proj,
+            of every expert. Stacks that are not in this dict are read from the module as dense weights.
         lora: the LoRA factors of the active adapters, by the name of the stack.
         whole: True multiplies all rows in grouped products with all experts. False copies the weight of each row's expert, and
             multiplies the row by this copy.

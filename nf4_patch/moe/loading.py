@@ -1,8 +1,9 @@
 """Replacements for transformers' loading and saving, so that ``load_in_4bit`` packs the stacks of experts too.
 
-A stack is one weight of all experts of a layer, [experts, ...]. transformers loads one tensor after another, and quantizes each
-tensor as soon as it is complete. During loading, a packed stack is a parameter with its QuantState as an attribute. After loading,
-the stack gets bitsandbytes' parametrization, as from bitsandbytes' ``replace_parameter_4bit``.
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. transformers
+loads one tensor after another, and quantizes each tensor as soon as it is complete. During loading, a packed stack is a
+parameter with its QuantState as an attribute. After loading, the stack gets bitsandbytes' parametrization, as from
+bitsandbytes' ``replace_parameter_4bit``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
-STATE = ".quant_state.bitsandbytes__"  # a checkpoint's key of a packed weight's QuantState ends in STATE + quant_type
+STATE = ".quant_state.bitsandbytes__"  # in a checkpoint, the key of a QuantState ends in STATE + quant_type
 # FIELDS: the last parts of the keys under which bitsandbytes saves the tensors that belong to a packed weight
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
 WHOLE = (None, None)  # stands for (converter, pattern) where a stack was saved as one tensor and needs no converter
-LARGEST = 2**31 - 1  # most elements of a packed stack, because bitsandbytes counts elements in 32 bits on a GPU
+LARGEST = 2**31 - 1  # limit of the elements of a packed stack, which bitsandbytes counts in 32 bits on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".moe.loading:"
 
@@ -308,7 +309,8 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     """Return a function that maps a checkpoint's key to (full name of the parameter, converter, pattern).
 
-    The converter and its pattern match the key. Both are None if the key needs no conversion.
+    The converter is the entry of ``mapping`` that converts the key, and the pattern is the one of its source patterns
+    that matches the key. Both are None if the key needs no conversion.
 
     Args:
         mapping: transformers' conversions for the model.
@@ -431,7 +433,10 @@ def finish(original, self, model, **kwargs) -> Any:
 
 @around
 def save(original, model, state_dict) -> Any:
-    """Replace ``revert_weight_conversion``, so that a packed stack is saved as one tensor. It cannot be split into experts."""
+    """Replace ``revert_weight_conversion``, so that a packed stack is saved as one tensor.
+
+    The original would split the stack into experts, which is not possible for packed bytes.
+    """
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
     return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept

@@ -1,8 +1,8 @@
 """peft's LoRA on transformers' experts (``target_parameters``), packed or dense.
 
-A stack is one weight of all experts. peft adds B·A to the dense stack, and the gradient of this sum is dense too. Here the forward
-of the experts gets A and B from peft's wrapper, and multiplies by them separately (see product.py). peft's code still finds, names
-and saves the adapters.
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. peft adds B·A
+to the dense stack, and the gradient of this sum is dense too. Here the forward of the experts gets A and B from peft's
+wrapper, and multiplies by them separately (see product.py). peft's code still finds, names and saves the adapters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """One forward of peft's wrapper around a stack, with the names of the adapters that are active in this forward."""
+    """peft's wrapper around a stack during one forward, with the names of the adapters that are active in it."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -70,11 +70,13 @@ class Wrapper:
 
 
 class ActiveWrappers(threading.local):
-    """peft's wrappers whose forward is running in this thread. The experts' forward uses the LoRA factors of each wrapper once."""
+    """peft's wrappers whose forward is running in this thread.
 
-    references: tuple[
-        weakref.ref[Wrapper], ...
-    ] = ()  # weak, so that no wrapper outlives its forward after an interrupt
+    The LoRA factors of a wrapper are used once, by the first forward of its experts.
+    """
+
+    # weak references, so that no wrapper outlives its forward after an interrupt
+    references: tuple[weakref.ref[Wrapper], ...] = ()
 
     def of(self, experts: Any) -> list[Wrapper]:
         """Return the running wrappers of an experts module, without those whose LoRA factors were used already."""
@@ -99,7 +101,7 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
-    if is_ours(function):  # Liger's class with our forward, which supports only packed experts there
+    if is_ours(function):  # the replacement of Liger's forward, which supports only packed experts
         return packed
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
@@ -156,9 +158,9 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Context manager that shows peft the packed stacks of a module as dense parameters. These take no memory.
 
-    peft finds a parametrized weight only if its full name is given. peft also visits parametrized weights in a different order than
-    parameters, and this order decides the names in the adapter's file. The order here, with the down projection last, is the order
-    in all classes of transformers.
+    peft finds a parametrized weight only if its full name is given. peft also visits parametrized weights in a
+    different order than parameters, and this order decides the names in the adapter's file. So the dense parameters
+    have the order that all experts classes of transformers use, with the down projection last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -189,9 +191,10 @@ LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 @around
 def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
-    """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's layout from an adapter's configuration.
+    """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's fields from an adapter's configuration.
 
-    The replacement keeps the layout in ``auto_mapping``, where newer releases of Unsloth store a copy of it.
+    The fields name the layout of lora_B. The replacement keeps them in ``auto_mapping``, where newer releases of
+    Unsloth store a copy of them.
     """
     found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
     kept, removed = original(cls, kwargs)
@@ -204,7 +207,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
     """Raise an error if an adapter's tensors have the right shapes, but another order of elements. peft would load wrong values.
 
     Args:
-        stacks: by the name of each stack of the module, an object with the ``shape`` [experts, ...] of the stack.
+        stacks: the stacks of the module by name, each as any object with the stack's ``shape``, [experts, ...].
 
     Raises:
         ValueError: in one of two cases. Either peft before 0.19 swapped A and B, and the experts are square, so that no shape shows

@@ -19,8 +19,8 @@ class Params4bit(bitsandbytes.nn.Params4bit):
     as two weights, and neither cast nor shard it.
     """
 
-    # ``__torch_function__`` is switched off, because bitsandbytes' Python version costs 11 us per layer at every read (2-core CPU
-    # machine, Python 3.11).
+    # ``__torch_function__`` is switched off. bitsandbytes implements it in Python, which costs 11 us per layer at every
+    # read (2-core CPU machine, Python 3.11).
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,15 +35,16 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        copied.quant_state = copy.deepcopy(self.quant_state, memo)  # ``memo`` has the copied parametrization share it
+        # ``memo`` remembers the copied QuantState, so that the copied parametrization gets the same copy.
+        copied.quant_state = copy.deepcopy(self.quant_state, memo)
         return copied
 
 
 def end_caching(module: torch.nn.Module) -> None:
     """Make bitsandbytes end its caching of dense stacks also if the forward raises an exception.
 
-    Before 0.50, bitsandbytes does not end it then. A checkpoint ends its recompute with an exception, so every dense stack would
-    stay in memory.
+    Before 0.50, bitsandbytes leaves the caching on after an exception. A checkpoint stops its recompute early with an
+    exception, so every dense stack would stay in memory.
     """
     library: Any = sys.modules["bitsandbytes.nn.parametrize"]
     for key, hook in module._forward_hooks.items():
@@ -67,8 +68,9 @@ STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -77235922
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return shape, dtype, and a 64-bit hash of the bytes.
 
-    The hash is computed on the tensor's device, and its value does not depend on the device. It adds to each word of 8 bytes STEP
-    times the word's index, mixes the result as splitmix64 does (Steele, Lea and Flood, 2014), and sums all words.
+    The hash is computed on the tensor's device, and its value does not depend on the device. STEP times the index of a
+    word is added to each word of 8 bytes. The result is mixed as in splitmix64 (Steele, Lea and Flood, 2014). The hash
+    is the sum of all mixed words.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
@@ -88,12 +90,16 @@ def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
 class Chain(parametrize.ParametrizationList):
     """The ParametrizationList of a packed stack that has LoRA adapters.
 
-    If our forward of the experts does not run, peft appends its LoRA to this list before each forward and removes it afterwards.
-    So this class clears the parametrize cache at every change of the list.
+    If our forward of the experts does not run, peft appends its LoRA to this list before each forward and removes it
+    afterwards. A dense weight in the parametrize cache would then lack this LoRA, or still include it. So this class
+    clears the cache at every change of the list.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization, and clear the parametrize cache, because registration cached the weight without it.
+        """Append a parametrization, and clear the parametrize cache.
+
+        ``register_parametrization`` reads the weight before it calls this method, so the cache holds the weight without
+        the new parametrization.
 
         peft 0.21 has two classes of LoRA proxies, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` is turned
         into an instance of both classes.
@@ -121,7 +127,6 @@ class Chain(parametrize.ParametrizationList):
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # the model may have been moved while adapters were merged
-        self[0].quant_state = original.quant_state = (
-            state  # both share one QuantState, because moving the parameter also moves its QuantState
-        )
+        # The parametrization shares the parameter's QuantState, which moves to another device with the parameter.
+        self[0].quant_state = original.quant_state = state
         parametrize._cache.clear()  # an outer ``parametrize.cached()`` may hold the previous dense weight

@@ -1,7 +1,8 @@
-"""Products with the weight of all experts, packed or dense, and with LoRA.
+"""Products with a stack of experts, packed or dense, and with LoRA.
 
-LoRA is computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the
-packed stack for the backward, not the dense stack. A stack is one weight of all experts of a layer, [experts, ...].
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. LoRA is
+computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the
+packed stack for the backward, not the dense stack.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class SavedExperts:
         """Decode the saved stack: [experts, ...].
 
         Raises:
-            RuntimeError: the memory was freed or written to since the forward. Compiled code does not check this here, so only
-                autograd checks for writes.
+            RuntimeError: the memory was freed or written to since the forward. In compiled code this method checks
+                neither, and only autograd notices a write.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -111,9 +112,10 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
 def is_checkpointed() -> bool:
     """Return whether gradient checkpointing makes saved tensors short-lived, so that a saved dense stack costs little memory.
 
-    This is true in the forward of a checkpoint, which drops its saved tensors, and in its recompute, which uses them at once. It is
-    false if the innermost hooks on saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the
-    innermost hooks, and these keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
+    This is true in the forward of a checkpoint, because the checkpoint drops the tensors that the forward saves. It is
+    true in the recompute, because the backward uses the saved tensors at once. It is false if the innermost hooks on
+    saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the innermost hooks, and hooks
+    such as these keep the saved tensors or copies of them, also in the recompute of a reentrant checkpoint.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -131,7 +133,7 @@ def is_kept_packed() -> bool:
 
 
 class ExpertWeight(NamedTuple):
-    """The weight of all experts of a layer, [experts, ...], packed or dense, with its LoRA factors and bias."""
+    """A stack, packed or dense, with its LoRA factors and bias."""
 
     stack: PackedExperts | Tensor
     is_transposed: bool  # the stack is [experts, in, out], as in gpt-oss, and not [experts, out, in]

@@ -1,5 +1,6 @@
-"""Read packed stacks. A packed stack is a 4-bit weight of bitsandbytes that holds all experts of a layer.
+"""Read packed stacks.
 
+A packed stack is a 4-bit weight of bitsandbytes that holds one weight, such as down_proj, of every expert of a layer.
 ``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs a weight and puts it behind a PyTorch parametrization. Reading
 ``module.gate_up_proj`` then decodes every expert. The functions here read the packed bytes directly.
 """
@@ -26,7 +27,7 @@ from ..patching.switch import switch
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """The packed weight of all experts of a layer: bytes, QuantState, and the Dequantizer that decodes and counts."""
+    """A packed stack: its bytes, its QuantState, and the Dequantizer that decodes it and counts hits and fallbacks."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -109,7 +110,9 @@ def packed_chains(module: Any) -> dict[str, Any]:
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed a stack or put adapters on it. nf4_patch saves and merges such a stack even while it is off.
+    """Return whether nf4_patch packed a stack or put adapters on it.
+
+    nf4_patch handles the saving and merging of such a stack even while ``experts="4bit"`` is off.
 
     Args:
         chain: the ParametrizationList of the stack.

@@ -50,8 +50,9 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
     if code is None:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
-        # A new thread uploads the values. In a warm-up, torch.compile redirects allocations of this thread, but not of a new one,
-        # to the private pool of a CUDA graph. A new thread also starts on the default stream and without inference mode.
+        # A new thread uploads the values. When torch.compile warms up a CUDA graph, it redirects the allocations of the
+        # current thread to the private pool of the graph. The allocations of a new thread are not redirected. A new
+        # thread also starts on the default stream and without inference mode.
         with ThreadPoolExecutor(1) as thread:
             uploaded = thread.submit(uploaded_code, quant_type, device).result()
         code = _remembered.setdefault((quant_type, device), uploaded)  # another thread may have been first

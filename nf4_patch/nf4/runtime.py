@@ -253,7 +253,7 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
         values: the kernel's constexprs in the order of its signature.
         kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples of 16.
         options: for Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start before the
-            previous kernel ends, and waits for its results itself (Triton >= 3.6, sm_90).
+            previous kernel ends, and must itself wait for the results of that kernel (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:

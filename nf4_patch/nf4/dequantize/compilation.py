@@ -22,7 +22,7 @@ MEASURED = ((9, 0),)  # compute capabilities for which docs/data has times
 # These are the speeds with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
 # 512x2048 98.6 and 96.2, 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8,
 # 8192x8192 97.7 and 99.6 (H200, torch 2.11, triton 3.6.0).
-# Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs in flight on the smallest GPU (T4).
+# Only sm_90 was timed. The 4 warps for sm_75 keep the most CTAs in flight on a T4, the smallest GPU.
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
 UNROLL = 2  # steps per CTA, each of which decodes one group per thread; equal to UNROLL in kernels.py
 PACKED_CONVERT = (8, 0)  # the first compute capability that has cvt.rn.{f16,bf16}x2.f32
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return how many elements a thread decodes per step: those of 16 bytes of output.
+    """Return how many elements a thread decodes per step: as many as fill 16 bytes of output.
 
     At blocksize 32 a thread decodes half as many, so that the elements of 16 lanes lie in at most two blocks.
     """

@@ -40,7 +40,8 @@ def round_to(value, dtype):
         return value.to(tl.int32, bitcast=True)
     elif dtype == tl.float16:
         return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
-    else:  # in integers, because the interpreter truncates fp32 to bf16 and sm_75 has no conversion
+    else:
+        # Integer instructions round here. Triton's interpreter truncates fp32 to bf16, and sm_75 has no conversion.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
         return tl.where(value == value, rounded, 0x7FFF)
@@ -50,7 +51,8 @@ def round_to(value, dtype):
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
     """Decode and store single elements, bit-identical to ptx.decode.
 
-    On the portable path this function decodes all elements. With PTX it decodes only those past the last whole 32-bit word.
+    Without PTX (the portable path), this function decodes all elements. With PTX, it decodes only the elements past the
+    last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -75,9 +77,10 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
     """Load a thread's nibbles (in the low bits) and the absmax of its block. Return both, and the block's index.
 
-    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the 64-bit index of the program's
-    first group. The constant offset of the step is added last, so that it becomes an immediate offset of the load. A second
-    address would cost 9 instructions on sm_75.
+    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the 64-bit index of the
+    program's first group. The offset of the step is a constant. It is added last, so that it becomes an immediate
+    offset of the load instruction. Otherwise the second step would compute an address of its own, which takes 9
+    instructions on sm_75.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
@@ -85,10 +88,12 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
     word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
-    # A program starts at a block boundary, or lies inside one block. The two quotients therefore add up without a carry.
+    # A program starts at a block boundary, or lies inside one block. So the block's index is the sum of two quotients:
+    # one of the program's first group, and one of the thread within the program.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # The mask is per block, not per group, because a thread past the end still computes a table entry for its half warp.
+    # The absmax is masked per block, not per group, because a thread past the end still computes a table entry for its
+    # half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
@@ -96,11 +101,11 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """Return ``first``, the absmax, behind a barrier. So all loads so far are issued before anything that uses ``first``.
+    """Return ``first``, the absmax, unchanged. A barrier makes all loads so far start before anything uses the result.
 
-    Otherwise ptxas schedules the packed loads after the code2 load, which waits for the absmax: two trips to memory
-    instead of one. Percent of the bandwidth ceiling without and with the barrier: 1024x4096 84.5 and 94.9,
-    4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
+    Otherwise ptxas schedules the packed loads after the load of code2, which waits for the absmax. There would then be
+    two trips to memory instead of one. Percent of the bandwidth ceiling without and with the barrier: 1024x4096 84.5
+    and 94.9, 4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -186,7 +191,8 @@ def dequantize_kernel(
     # The selector is ptx.SELECT_LOW for threads in the first block of their half warp, and ptx.SELECT_HIGH in the second block.
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # masks keep loads and stores below the two bounds
+    # ``groups`` and ``blocks`` are the bounds for the masks of loads and stores. None means that no mask is needed.
+    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)
     blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 

@@ -15,7 +15,8 @@ from . import compilation
 class Launch:
     """The launch of the kernel on one weight, with the compiled kernel, addresses and sizes looked up once.
 
-    A launch holds plain integers and keeps no tensor alive. It is valid while the weight's fingerprint stays the same.
+    A launch holds plain integers and keeps no tensor alive. It is valid as long as the weight's fingerprint (addresses,
+    sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
 
     Args:
         weight: on a CUDA device, of any rank, 4-byte aligned. If the packed bytes are transposed, so is the result.
@@ -79,7 +80,7 @@ class Launch:
         return result.t() if self.transposed else result
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill an ``out`` that ``accepts`` approved. Return it, transposed if the packed bytes are."""
+        """Fill ``out``, for which ``accepts`` returned True. Return it, transposed if the packed bytes are."""
         self.run(out)
         return out.t() if self.transposed else out
 
@@ -123,9 +124,9 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """Return the launch of a weight that passed its guards. The launch is made at the weight's first use.
+    """Return the launch of a weight. The launch is made at the weight's first use.
 
-    ``weight.shape`` must be a tuple.
+    The guards, which check whether the kernel supports a weight, must have passed. ``weight.shape`` must be a tuple.
     """
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
@@ -133,8 +134,9 @@ def remembered(weight: PackedWeight) -> Launch:
 
 
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on a weight that passed its guards. Return a new tensor of ``weight.shape``, or ``out``, filled.
+    """Run the kernel on a weight. Return a new tensor of ``weight.shape``, or ``out``, filled.
 
+    The guards must have passed, as for ``remembered``.
     Packed bytes that are not 4-byte aligned, and an ``out`` that is not 16-byte aligned, go through an aligned copy.
     """
     if weight.packed.data_ptr() % runtime.WORD:
