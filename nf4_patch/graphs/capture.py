@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +176,8 @@ class Task(NamedTuple):
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
+    is_compiled: bool  # Unsloth's layer, which is one compiled function
+    static_cache: Any  # the layer's StaticCache if it generates, else None
 
 
 # A Place says where a module holds a parameter: the module's dict of parameters, the name in this dict, and the parameter.
@@ -288,10 +291,26 @@ def leaves(result: Tensor) -> Iterator[Any]:
         nodes += [following for following, _ in node.next_functions]
 
 
+@contextlib.contextmanager
+def repaired(pool: Pool) -> Iterator[None]:
+    """Repair the pool after an error inside the ``with`` block, and say what the error means for the layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        pool.repair()
+        if is_out_of_memory(error):
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
+        raise Refusal(Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    except BaseException:
+        pool.repair()
+        raise
+
+
 class GraphedLayer:
     """The forward graph and the backward graph of one layer, for all calls with the same key (argument layouts and modes)."""
 
     alive = False  # whether the graphs can be replayed
+    differentiable = True
 
     def __init__(self, pool: Pool, task: Task):
         """Warm up the layer and capture both graphs.
@@ -310,7 +329,8 @@ class GraphedLayer:
         random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
         try:
             with (
-                torch.cuda.device(pool.device), torch.cuda.stream(pool.stream), quiet_garbage(), torch.enable_grad(),
+                torch.cuda.device(pool.device), torch.cuda.stream(pool.stream), quiet_garbage(),
+                torch.set_grad_enabled(self.differentiable),
                 torch.autograd.set_multithreading_enabled(False),  # the pool and the capture mode apply to one thread only
                 saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
             ):  # fmt: skip
@@ -331,22 +351,17 @@ class GraphedLayer:
         self.first, self.second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.pins.clear()
         before, launches = requested(pool.device), Launches()
-        try:
+        with repaired(pool):
             with pool.capturing(self.first):
                 alias, y = self.forward_of(task, x)
             grown = requested(pool.device) - before
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
-                dx, flat = self.backward_of(alias, y, gradient)
+                result = y
+                if task.is_compiled:
+                    alias, result = self.forward_of(task, x, recompute=True)
+                dx, flat = self.backward_of(alias, result, gradient)
             self.hits_of_backward = launches.since()
-        except RuntimeError as error:
-            pool.repair()
-            if is_out_of_memory(error):
-                raise torch.cuda.OutOfMemoryError(str(error)) from error
-            raise Refusal(Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
-        except BaseException:
-            pool.repair()
-            raise
         if grown != y.untyped_storage().nbytes():
             raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated until the backward")
         self.x, self.gradient, self.y = unowned(x), unowned(gradient), unowned(y.detach())
@@ -362,8 +377,12 @@ class GraphedLayer:
             for dtype in self.dtypes
         ]
 
-    def forward_of(self, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result."""
+    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result.
+
+        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
+        checkpoint, because its two compilations may round differently.
+        """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
 
@@ -372,19 +391,26 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+            if task.is_compiled:
+                with torch.set_grad_enabled(recompute):
+                    return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
-            result = task.function(checkpointed, alias, buffers)
+            result = self.first_of(task.function(checkpointed, alias, buffers), task)
+        if not result.requires_grad and (recompute or not task.is_compiled):
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
+        return alias, result
+
+    def first_of(self, result: Any, task: Task) -> Tensor:
+        """Return the first result of the layer, and remember the others."""
         others = None
         if type(result) is tuple and result and all(other is None for other in result[1:]):
             result, others = result[0], result[1:]
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (task.x.shape, task.x.dtype):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape and dtype")
-        if not result.requires_grad:
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
         self.others = others
-        return alias, result
+        return result
 
     def backward_of(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
         """Return the gradient of x, and the gradients of the parameters as one flat tensor per dtype.
@@ -405,8 +431,18 @@ class GraphedLayer:
         gradients = [each for each in found if each is not None]
         return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]
 
+    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
+        """Run forward and backward once. Return the leaves outside the layer that receive a gradient."""
+        alias, y = self.forward_of(task, x)
+        if task.is_compiled:
+            alias, y = self.forward_of(task, x, recompute=True)
+        known = alias, *self.aliases
+        strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is each for each in known)]
+        self.backward_of(alias, y, gradient)
+        return strange
+
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
-        """Run forward and backward on the capture stream, so that first-use allocations and compilations stay out of the graphs.
+        """Run the layer on the capture stream, so that first-use allocations and compilations stay out of the graphs.
 
         If the first run synchronizes with the GPU, the layer runs a second time, because some code
         synchronizes only at its first use.
@@ -426,12 +462,7 @@ class GraphedLayer:
             before = versions()
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
-                alias, y = self.forward_of(task, x)
-                strange = [
-                    leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))
-                ]
-                self.backward_of(alias, y, gradient)
-                del alias, y
+                strange = self.run(task, x, gradient)
             if not synchronized or last:
                 break
         if synchronized:
@@ -510,6 +541,82 @@ class GraphedLayer:
         self.alive = False
         self.first.reset()
         self.second.reset()
+
+
+def tensors_of(static_layer: Any) -> list[Tensor]:
+    """Return the tensors of a layer of a StaticCache: keys and values, and in newer releases the number of tokens."""
+    return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
+
+
+class GraphedForward(GraphedLayer):
+    """The graph of a layer that generates: a forward without gradients, which writes one layer of a StaticCache.
+
+    The StaticCache is part of the key. So another one, as transformers makes for each ``generate``, has graphs of its own.
+    """
+
+    differentiable = False
+
+    def capture(self, pool: Pool, task: Task) -> None:
+        with pool.allocating():
+            x = torch.empty_like(task.x)
+            x.copy_(task.x)
+        self.static_cache, self.written = weakref.ref(task.static_cache), set[int]()
+        with host_generators() as used:
+            self.warm_up(pool, task, x, x, used)
+        if len(self.written) != 1:
+            raise Refusal(Reason.GRAPH_STATE, f"it writes {len(self.written)} layers of the static cache")
+        (self.index,) = self.written
+        self.addresses = self.found_addresses()
+        self.first = torch.cuda.CUDAGraph()
+        self.pins.clear()
+        before, launches = requested(pool.device), Launches()
+        with repaired(pool), pool.capturing(self.first):
+            y = self.result_of(task, x)
+        grown = requested(pool.device) - before
+        self.hits, self.reads = launches.since(), len(self.pins)
+        if grown != y.untyped_storage().nbytes():
+            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated")
+        self.x, self.y = unowned(x), unowned(y)
+        self.alive = True
+
+    def result_of(self, task: Task, x: Tensor) -> Tensor:
+        with task.environment.entered():
+            return self.first_of(task.function(checkpoint, x, [slot.buffer for slot in self.slots]), task)
+
+    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
+        """Run the forward once. Note which layers of the static cache it wrote, and take back the number of tokens.
+
+        The keys and values stay, because the first replay writes the same ones to the same place.
+        """
+        attributes = [{**vars(layer)} for layer in task.static_cache.layers]
+        layers = [tensors_of(layer) for layer in task.static_cache.layers]
+        before = [[tensor._version for tensor in tensors] for tensors in layers]
+        counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
+        try:
+            self.result_of(task, x)
+        finally:
+            after = [[tensor._version for tensor in tensors] for tensors in layers]
+            self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
+            for tensor, count in counts:
+                tensor.copy_(count)
+            changed = False
+            for layer, found in zip(task.static_cache.layers, attributes, strict=True):
+                changed |= not all(map(is_, vars(layer).values(), found.values()))
+                vars(layer).update(found)
+        if changed:
+            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
+        return []
+
+    def found_addresses(self) -> list[int]:
+        static_cache: Any = self.static_cache()
+        return [tensor.data_ptr() for tensor in tensors_of(static_cache.layers[self.index])]
+
+    def is_in_place(self) -> bool:
+        return super().is_in_place() and self.found_addresses() == self.addresses
+
+    def reset(self) -> None:
+        self.alive = False
+        self.first.reset()
 
 
 class Launches:

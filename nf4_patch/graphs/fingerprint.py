@@ -12,6 +12,8 @@ from torch import nn
 from ..patching.context import plain_methods
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
+# The checkpoint function is looked at in every call. TRL sets a new one after each generation.
+SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
 NESTED = attrgetter("absmax", "code", "offset", "state2", "state2.absmax", "state2.code")
@@ -32,8 +34,9 @@ class Fingerprint:
         everything = list(layer.modules())
         self.modules = everything[1:]
         # callables on the layer may be bound methods of the layer, so strong references would keep the layer alive
-        self.own = {name: weakref.ref(value) for name, value in vars(layer).items() if callable(value)}
-        names = [[name for name in vars(module) if name not in STANDARD] for module in everything]
+        own = {name: value for name, value in vars(layer).items() if callable(value) and name not in SKIPPED}
+        self.own = {name: weakref.ref(value) for name, value in own.items()}
+        names = [[name for name in vars(module) if name not in SKIPPED] for module in everything]
         names[0] = [name for name in names[0] if name not in self.own]
         self.dictionaries = [vars(module) for module in everything]
         # itemgetter returns a tuple, or the value of ``training`` alone for a module without other attributes.

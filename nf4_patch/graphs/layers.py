@@ -25,7 +25,7 @@ from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .arguments import Unsupported, replaced, signature
-from .capture import Environment, GraphedLayer, Pool, Refusal, Task, alias_of, swapped
+from .capture import Environment, GraphedForward, GraphedLayer, Pool, Refusal, Task, alias_of, swapped
 from .fingerprint import Fingerprint
 from .option import GraphsStatus
 
@@ -77,6 +77,11 @@ class Shape:
                 graph.reset()
         self.graphs.clear()
         self.calls.clear()
+
+
+def is_alive(key: Any, shape: Shape) -> bool:
+    """Return whether the model and the static cache of a shape exist. The last part of a key refers weakly to the cache."""
+    return bool(shape.graphs) and (key[-1] is None or key[-1]() is not None)
 
 
 class Graphs:
@@ -132,7 +137,7 @@ class Graphs:
         The number grows with the number of captured shapes, because a capture costs as much as a few eager calls. The
         number is largest if the capture replaces the graphs of another shape.
         """
-        others = sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
+        others = sum(1 for key, other in list(self.shapes.items()) if is_alive(key, other) and other is not shape)
         return SIGHTINGS + others if others < SHAPES else REPLACING
 
     def is_due(self, shape: Shape, layer: nn.Module) -> bool:
@@ -163,12 +168,13 @@ class Graphs:
         if key in self.shapes:
             return
         shape = self.seen.pop(key, Shape())  # another thread may call ``forget`` at any time
-        for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
-            del self.shapes[other]  # a shape without graphs, because its model was freed
+        for other in [other for other, shape in self.shapes.items() if not is_alive(other, shape)]:
+            self.shapes.pop(other).reset()
         while len(self.shapes) >= SHAPES:
             self.shapes.popitem(last=False)[1].reset()
         self.shapes[key] = shape
-        torch.cuda.empty_cache()  # the pool of the graphs needs the memory that eager calls of the layer freed
+        if key[-1] is None:  # the pool of the graphs needs the memory that eager calls of the layer freed
+            torch.cuda.empty_cache()
 
     def snapshot(self, mode: str) -> GraphsStatus:
         shapes = [shape.captured() for shape in list(self.shapes.values())]
@@ -259,23 +265,57 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
+def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor]) -> Any:
+    """Replay a layer that generates."""
+    if cache.auto is not None:
+        cache.auto.observe(x)
+    with graph.pool.lock:
+        y = graph.forward(x, tensors)
+    graphs.replays += 1
+    return y if graph.others is None else (y, *graph.others)
+
+
+def is_compiled(layer: Any, static_cache: Any) -> bool:
+    """Return whether the layer trains as one compiled function of Unsloth's, under a reentrant checkpoint."""
+    return (
+        "unsloth" in sys.modules
+        and static_cache is None
+        and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
+    )
+
+
 def checkpoint_options(function: Any) -> dict[str, Any]:
     """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
 
-    With Unsloth the dict is always empty. Its compiled layers can be captured, but it is not proven that results stay bit-identical.
+    With ``use_gradient_checkpointing=True`` Unsloth calls PyTorch's checkpoint too. With "unsloth" it calls its own checkpoint,
+    which moves x to host memory. A replay would keep x on the GPU.
     """
-    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
+    function = partial(function) if function is checkpoint else function
+    if type(function) is not partial or function.func is not checkpoint:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
 
 
-def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
+def static_cache_of(layer: Any, arguments: dict[str, Any]) -> Any:
+    """Return the StaticCache of a call that generates, or None."""
+    static_cache = arguments.get("past_key_values")
+    if static_cache is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
+        return None
+    caches: Any = sys.modules["transformers.cache_utils"]
+    if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
+        return None
+    return static_cache if all(type(each) is caches.StaticLayer for each in static_cache.layers) else None
+
+
+def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None:
     """Return the Reason why a call of a decoder layer has to run eagerly, or None."""
-    if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
-        return Reason.GRAPH_NOT_CHECKPOINTED
-    if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
-        return Reason.GRAPH_CHECKPOINT
+    options: dict[str, Any] = {"use_reentrant": False}
+    if not generates:
+        if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
+            return Reason.GRAPH_NOT_CHECKPOINTED
+        if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
+            return Reason.GRAPH_CHECKPOINT
     if not args or not isinstance(args[0], Tensor):
         return Reason.GRAPH_ARGUMENTS
     if not runtime.runs_on(args[0]):
@@ -329,7 +369,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
             if pool is None:
                 pool = graphs.pools[device] = Pool(device)
             with pool.lock:
-                return GraphedLayer(pool, task)
+                return (GraphedLayer if task.static_cache is None else GraphedForward)(pool, task)
         except Refusal as refusal:
             return refusal
         except torch.cuda.OutOfMemoryError as error:
@@ -352,14 +392,18 @@ def graphed(target: Target, original: Function) -> Function:
         return refusal.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reason = why_not(self, args)
+        static_cache = static_cache_of(self, kwargs)
+        reason = why_not(self, args, static_cache is not None)
         if reason is not None:
             return reason
         tensors: list[Tensor] = []
         environment, x = Environment.current(), args[0]
         try:
             options = tuple(switch.config.options.items())  # type: ignore[union-attr]
-            key = signature(args, tensors), signature(kwargs, tensors), environment, x.requires_grad, options
+            plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
+            layouts = signature(args, tensors), signature(plain, tensors)
+            mode = x.requires_grad, is_compiled(self, static_cache)
+            key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
         pool = graphs.pools.get(x.get_device())
@@ -371,7 +415,9 @@ def graphed(target: Target, original: Function) -> Function:
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:
-                graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
+                graph = captured(
+                    self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f, static_cache)
+                )
             except Exception as error:  # recorded, so that later calls do not try the capture again
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
@@ -386,17 +432,23 @@ def graphed(target: Target, original: Function) -> Function:
         if not (graph.fingerprint.holds() and graph.is_in_place()):
             graphs.postpone(shape, self)
             return Reason.GRAPH_CHANGED
+        if static_cache is not None:
+            return step, graph, x, tensors[1:]
         return replay, graph, Call(graph, environment, tensors[1:], partial(again, self, args, kwargs)), x
 
     def task_of(
-        self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint
-    ) -> Task:
+        self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
+        static_cache: Any,
+    ) -> Task:  # fmt: skip
         def function(checkpointed: Function, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
             replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
+            if static_cache is not None:
+                return original(self, *replace(args), **replace(kwargs))
             return through(self, checkpointed, replace(args), replace(kwargs))
 
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint)
+        compiled = is_compiled(self, static_cache)
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` in place of the checkpoint function."""
