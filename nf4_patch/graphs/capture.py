@@ -1,8 +1,9 @@
 """Capture a decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
 
-The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint would.
-Both graphs read detached aliases of the parameters. With the parameters themselves, autograd would synchronize with the
-training stream in the middle of the capture, because their autograd nodes belong to that stream.
+The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint
+would. Both graphs read detached aliases of the parameters. If they read the parameters themselves, autograd would
+synchronize with the training stream during the capture, because the autograd nodes of the parameters belong to that
+stream.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Return a Place for every parameter of a layer that requires a gradient."""
+    """Return the Place of each of the layer's parameters that require a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
