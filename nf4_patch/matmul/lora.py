@@ -26,7 +26,7 @@ LARGEST_M = 64  # rows of x
 
 
 class FusedLora(FusedMatmul):
-    """The fused matmul with an adapter, for one target."""
+    """The fused matmul with a LoRA adapter, in place of one library function (the target)."""
 
     def add(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
