@@ -60,7 +60,7 @@ class Auto:
         # weak reference to the latest argument of ``forward``
         self.forwarded: Callable[[], torch.Tensor | None] = nobody
         self.alone: dict[int, int] = {}  # MemoryInfo.others by device, at the time when the budget was found
-        self.needed: dict[int, int] = {}  # by device, the most bytes that PyTorch had reserved without the cache
+        self.needed: dict[int, int] = {}  # for each device, the most bytes that PyTorch had reserved without the cache
         self.why = "nothing before a training"
         # logs errors, so that they interrupt no forward pass and no optimizer
         self.attempt = Fallbacks("cache.auto").attempt

@@ -38,9 +38,8 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     if kind not in TENSORS:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
-        if (
-            other is value
-        ):  # for the second occurrence of a tensor, the key holds the index of the first, because both share one buffer
+        if other is value:
+            # for the second occurrence of a tensor, the key holds the index of the first, because both share one buffer
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument that requires a gradient")

@@ -87,9 +87,8 @@ class Graphs:
     def __init__(self) -> None:
         self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs, by key
         self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, most recently used last
-        self.pools: weakref.WeakValueDictionary[int, Pool] = (
-            weakref.WeakValueDictionary()
-        )  # by device; the graphs keep the pools alive
+        # the pool of each device; the graphs keep their pool alive
+        self.pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()  # held during a capture
         self.clock = 0  # number of calls so far
         self.replays = 0
@@ -193,7 +192,7 @@ switch.follow(follow)
 
 
 class Call:
-    """A call of a graphed layer: what its forward leaves for its backward."""
+    """A call of a graphed layer: what its forward passes on to its backward."""
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
@@ -216,7 +215,7 @@ class Call:
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """Recompute the layer eagerly and return its gradients. Under ``create_graph`` the gradients are differentiable."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
-        # aliases, because hooks on the gradients of the parameters themselves would run twice
+        # The layer gets aliases, because hooks on the gradients of the parameters themselves would run twice.
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
         after = generator.get_state()

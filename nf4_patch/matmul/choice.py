@@ -31,7 +31,7 @@ LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 FILE = "nf4_patch_matmul.json"
 
 
-_configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # by device, m, n, k
+_configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # the chosen configs, by device, m, n and k
 measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, largest row count of the range, n, k
 _choosing = threading.Lock()
 

@@ -90,7 +90,9 @@ class FusedLora(FusedMatmul):
 def why_not(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, ignore: tuple[Reason, ...] = ()
 ) -> Reason | None:
-    """Return the first Reason why the kernels do not support these operands, or None. Looks at no address and no data.
+    """Return the first Reason why the kernels do not support these operands, or None.
+
+    The answer does not depend on addresses or on the contents of tensors.
 
     Args:
         ignore: reasons of the weight's guards that do not count.
