@@ -296,7 +296,7 @@ class GraphedLayer:
     alive = False  # whether the graphs can be replayed
 
     def __init__(self, pool: Pool, task: Task):
-        """Warm up the layer and capture both of its graphs.
+        """Warm up the layer and capture its two graphs: the forward, and the recompute with the backward.
 
         Raises:
             Refusal: the layer cannot be captured.
@@ -325,7 +325,6 @@ class GraphedLayer:
             del self.aliases
 
     def capture(self, pool: Pool, task: Task) -> None:
-        """Warm up the layer. Then capture its two graphs: the forward, and the recompute with the backward."""
         with pool.allocating():
             x, gradient = torch.empty_like(task.x), torch.ones_like(task.x)
             x.copy_(task.x)
