@@ -66,8 +66,9 @@ def enable(
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
-    An option that is None keeps its current value while the patch is on. While the patch is off, also after ``disable``, it
-    takes the value of its variable NF4_PATCH_*.
+    If the patch is on, an option that is None keeps its current value. If the patch is off (not turned on yet, or
+    turned off by ``disable``), the option takes the value of its environment variable, for example NF4_PATCH_MATMUL for
+    ``matmul``.
 
     Args:
         matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where this was
@@ -75,14 +76,15 @@ def enable(
         cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a number of
             bytes work too; "6GB" is 6 * 10^9 bytes. The cache serves the functions of bitsandbytes, Unsloth and transformers
             that only read a weight. "auto" uses the memory that training leaves free. "off", the default, or 0 caches nothing.
-        experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model while they
-            are loaded. peft's LoRA on packed experts is computed separately, without merging. "off", the default, loads experts
-            in 16 bits.
+        experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model
+            while they are loaded. If peft's LoRA is on these experts, x is multiplied by A and B separately. peft's own
+            code would add B @ A to a 16-bit copy of all experts. "off", the default, loads experts in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
-        offload: "6GiB" limits the packed experts on each GPU, prefetch buffers included, for models loaded from now on. The
-            other experts wait in pinned host memory and are prefetched, with bit-identical results. "all" keeps only the
-            prefetch buffers on the GPU. "off", the default, keeps all experts on the GPU. Needs ``experts="4bit"``.
+        offload: "6GiB" lets 4-bit experts and their prefetch buffers take at most 6 GiB of memory on each GPU, in
+            models loaded from now on. The other experts wait in pinned host memory and are prefetched, with
+            bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the default, keeps all
+            experts there. Needs ``experts="4bit"``.
         graphs: "auto" runs decoder layers as CUDA graphs while a model trains with gradient checkpointing, so that the GPU
             does not wait for Python. Results are bit-identical. "off", the default, runs them eagerly.
 
@@ -162,7 +164,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     Returns:
         The dense weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit`` on CUDA. It has the dtype
         ``quant_state.dtype`` and the shape ``quant_state.shape``, transposed for a transposed ``weight``. On the CPU the result
-        follows the same formula, while bitsandbytes decodes a block that crosses a row with a wrong scale.
+        follows the same formula. bitsandbytes' own CPU code uses a wrong scale for a block that spans two rows.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.
@@ -174,7 +176,9 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
 
 
 def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
-    """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``. A drop-in for the challenge's ``unsloth_dequantize``.
+    """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``.
+
+    This function can replace ``unsloth_dequantize`` in the challenge for NF4 dequantization that Unsloth published.
 
     Returns:
         The weight, [out_features, in_features], in the dtype of its quant_state.

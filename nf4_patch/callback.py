@@ -1,4 +1,4 @@
-"""A transformers TrainerCallback that reports hits and fallbacks.
+"""A transformers TrainerCallback that reports how many calls ran in the kernel, and how many ran the original function.
 
 >>> from nf4_patch.callback import ReportCallback
 >>> trainer = SFTTrainer(..., callbacks=[ReportCallback()])
@@ -19,8 +19,9 @@ from .tools import output
 class ReportCallback(TrainerCallback):
     """Report hits and fallbacks in a Trainer's logs and at the end of training.
 
-    Every entry of ``trainer.state.log_history`` gets ``nf4_patch_hits`` and ``nf4_patch_fallbacks``, counted in this process
-    since ``train()`` was called. When training ends, the main process prints ``nf4_patch.status()``.
+    A hit is a call that ran in the kernel. A fallback is a call for which the original function ran. Every entry of
+    ``trainer.state.log_history`` gets ``nf4_patch_hits`` and ``nf4_patch_fallbacks``, counted in this process since
+    ``train()`` was called. When training ends, the main process prints ``nf4_patch.status()``.
 
     Args:
         json_file: also write the status to this file when training ends.

@@ -1,6 +1,7 @@
 """Unsloth's dequantization.
 
-Newer releases of Unsloth have their own NF4 kernel. Calls that nf4_patch was not measured to run faster stay with that kernel.
+Newer releases of Unsloth have their own NF4 kernel. A call stays with that kernel unless a measurement showed that
+nf4_patch is faster.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ..patching.target import Target
 MODULE = "unsloth.kernels.utils"
 USES_OWN_KERNEL = "_USE_NF4_KERNELS"  # Unsloth's global; Unsloth sets it to False if its kernel fails
 OWN_KERNEL_RELEASES = ">= 2026.10"
-# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
-# A call into the global buffer takes 7.6 us of host time with nf4_patch and 11.1 us with Unsloth's kernel. A call into a new
-# tensor takes 9.4 us and 24.0 us. On the GPU, nf4_patch is 1.02 times (591 MB) to 1.35 times (2.6 MB) as fast.
-# The machine is an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
+# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls. A call
+# that writes into Unsloth's global buffer takes 7.6 us of host time with nf4_patch and 11.1 us with Unsloth's kernel. A
+# call that allocates its result takes 9.4 us with nf4_patch and 24.0 us with Unsloth's kernel. In GPU time, nf4_patch
+# is 1.02 times as fast for a large weight (591 MB read and written), and 1.35 times for a small one (2.6 MB). The
+# machine is an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains only with "
@@ -41,7 +43,10 @@ def uses_own_kernel() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls too stay with Unsloth's own kernel. They do if any GPU of the machine is not in SLOWER_ON."""
+    """Return whether eager calls stay with Unsloth's own kernel, as compiled calls always do.
+
+    They stay with it unless Unsloth's kernel is slower (SLOWER_ON) on every GPU of the machine.
+    """
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 

@@ -10,8 +10,8 @@ In four cases the cache gives all of its memory back and waits for two more step
 * when memory runs short,
 * when another process starts to use the GPU.
 
-A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because a training may use
-several optimizers, or step one for each layer during the backward pass.
+A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because there may be
+several such calls in a step: of several optimizers, or of one optimizer per layer that runs during the backward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECONDS = 0.2  # seconds between two queries of the free memory; a query takes a
 # The margin is MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory, because the memory of equal steps varies.
 MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
-SLACK = 2**28  # bytes by which the memory outside PyTorch may grow without another process
+SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
 
 
 class Auto:
@@ -60,7 +60,7 @@ class Auto:
         # weak reference to the latest argument of ``forward``
         self.forwarded: Callable[[], torch.Tensor | None] = nobody
         self.alone: dict[int, int] = {}  # MemoryInfo.others by device, at the time when the budget was found
-        self.needed: dict[int, int] = {}  # by device, the most bytes that PyTorch had reserved without the cache
+        self.needed: dict[int, int] = {}  # for each device, the most bytes that PyTorch had reserved without the cache
         self.why = "nothing before a training"
         # logs errors, so that they interrupt no forward pass and no optimizer
         self.attempt = Fallbacks("cache.auto").attempt

@@ -26,7 +26,8 @@ class CacheEntry:
     An entry owns the dense copy and the storages of the scales. It refers weakly to the packed parameter and its storage.
     """
 
-    # the dense copy as [N, K] and as [K, N], or twice as it is for another rank; None after it was dropped
+    # the dense copy as [N, K], and transposed as [K, N]. If the weight is not 2-D, both are the copy itself. None after
+    # the copy was dropped
     views: tuple[Tensor, Tensor] | None = None
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
@@ -38,10 +39,10 @@ class CacheEntry:
         """
         packed, absmax, *second = weight.tensors()
         self.location, self.fingerprint = location(weight), fingerprint(weight)
-        # contains the storage's number instead of its address, because addresses are reused
+        # ``_cdata`` identifies the storage. The storage's address does not, because addresses are reused.
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
-        # while this weak reference is held, no other storage gets the same number
+        # while this weak reference is held, no other storage gets the same ``_cdata``
         self.memory = StorageWeakRef(packed.untyped_storage())
         # held, so that no other scales can be allocated at their addresses
         self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
@@ -50,7 +51,7 @@ class CacheEntry:
         self.size = size_of(weight)  # bytes that the dense copy takes in PyTorch's allocator
         self.compiled = False  # whether a compiled layer has read the dense copy
         self.watcher: Any = None  # a weak reference to the storage of the packed bytes, with a callback
-        self.other_stream_reads = 0  # consecutive reads on other streams
+        self.other_stream_reads = 0  # consecutive reads on streams other than ``stream``
 
     def fill(self, weight: PackedWeight, result: Tensor, died: Callable[[Any], None]) -> None:
         """Store the decoded weight. ``died`` is called when one of the weight's tensors is freed."""
@@ -63,7 +64,8 @@ class CacheEntry:
     def empty(self) -> None:
         """Release the tensors.
 
-        ``size`` and ``dense_memory`` stay, because the cache charges the memory of the dense copy until nothing uses it.
+        ``size`` and ``dense_memory`` stay, because the dense copy counts against the cache's budget until nothing uses
+        its memory.
         """
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
@@ -110,5 +112,8 @@ def location(weight: PackedWeight) -> tuple[Any, ...]:
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's fingerprint. A weight and its transposed weight have the same fingerprint."""
+    """Return the addresses of the weight's tensors and all plain fields, to compare with those of a cache entry.
+
+    They are equal for a weight and its transposed weight.
+    """
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

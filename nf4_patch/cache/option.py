@@ -17,7 +17,7 @@ CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may
 
 
 class Uncached(enum.Enum):
-    """Why the cache did not serve a read, so that the weight was dequantized."""
+    """Why the cache did not serve a read. The weight was dequantized instead."""
 
     BUDGET_SPENT = "the budget has no room for the weight, or for a compiled layer as a whole"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
@@ -95,7 +95,7 @@ CACHE = Option(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
             ANY, ".cache.replacements:getweakrefs",
             "swaps of parameters whose weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",  # so that PyTorch is imported completely before the function is replaced
+            after="bitsandbytes.functional",  # it imports torch, so torch is imported completely by then
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,

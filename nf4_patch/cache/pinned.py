@@ -1,9 +1,10 @@
 """Cached weights for layers that are compiled as a whole.
 
-No Python code runs inside such a layer that could look a weight up. So a wrapper around the layer looks up all of its weights
-first. While the layer runs, the dense copy of each weight is attached to the weight's quantization state. Dynamo finds the copy
-there and makes it an input of the graph. Inductor neither overwrites an input nor reuses its memory. When the layer returns,
-the copies are detached.
+Inside such a layer no Python code runs, so nothing can look up a weight in the cache. Therefore a wrapper around the
+layer looks up all weights of the layer first. While the layer runs, the dense copy of each weight is attached
+("pinned") to the weight's quantization state. Dynamo finds the copy there and makes it an input of the graph. The copy
+stays intact, because Inductor neither overwrites an input nor reuses its memory. When the layer returns, the copies are
+detached.
 
 A layer reads all of its weights from the cache, or none. So each class of layers has at most two graphs.
 """
@@ -46,12 +47,13 @@ Attached = list[torch.Tensor]
 class Running:
     """The layers that are running now with weights from the cache.
 
-    While no such layer runs, ``dense_of`` reads only ``any``. Dynamo then compiles the same graph as without a cache.
+    While no such layer runs, ``dense_of`` reads only the attribute ``any``. Dynamo then compiles the same graph as
+    without a cache.
     """
 
     def __init__(self) -> None:
         self.layers: set[Layer] = set()
-        self.any = False
+        self.any = False  # whether ``layers`` has an element
 
 
 running = Running()
@@ -97,7 +99,7 @@ class Layer:
         """Yield the quantization state of each weight, and its PackedWeight or the Reason why there is none."""
         for path in self.paths:
             owner: Any = module
-            for name in path:  # by names, because a reference to a module would outlive the module's replacement
+            for name in path:  # by names, because a stored reference would miss that a module was replaced
                 owner = None if owner is None else owner._modules.get(name)
             packed: Any = None if owner is None else owner._parameters.get("weight")
             state = getattr(packed, "quant_state", None)
@@ -123,8 +125,9 @@ class Layer:
     def drop(self, keep: Container[CacheEntry] = ()) -> None:
         """Drop the layer's cached weights, except those in ``keep``.
 
-        The garbage collector calls this method when the layer is freed. The layer's parameters may live longer, because a copied
-        parameter of bitsandbytes refers to the module of the original parameter.
+        The garbage collector calls this method when the layer is freed. It is not enough that the cache drops the
+        weights of freed parameters, because the layer's parameters may live longer than the layer. A copy of a
+        bitsandbytes parameter refers to the original parameter's module, and so keeps the original parameter alive.
         """
         for entry in self.entries:
             if entry not in keep:
@@ -137,8 +140,8 @@ class Layers:
 
     Args:
         target: the target's name.
-        only_read: returns whether only the target's own library gets the weights while its layers are traced. Another library
-            could write into them.
+        only_read: a function, called before a layer runs. It returns whether no other library wraps the dequantization
+            that the target's library calls. A wrapper could write into the cached weights.
     """
 
     def __init__(self, target: str, only_read: Callable[[], bool] = lambda: True):
@@ -182,9 +185,10 @@ class Layers:
         return entry
 
     def read(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | Reason:
-        """Return every quantization state of a layer with its dense copy. First decode and cache the weights that are missing.
+        """Decode and cache the layer's missing weights. Return the quantization state and dense copy of each weight.
 
-        Return an empty list if the cache cannot serve all weights of the layer.
+        Return an empty list if the cache cannot serve all weights of the layer, or the Reason why a weight cannot be
+        decoded.
         """
         if cache.is_unsettled:
             cache.settle()
@@ -220,7 +224,7 @@ class Layers:
         return []
 
     def find(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | None:
-        """Return every quantization state of a layer with its dense copy, or None if a valid copy is missing."""
+        """Return the quantization state and dense copy of each weight of a layer, or None if a valid copy is missing."""
         states, entries = [], []
         for state, weight in layer.weights(module):
             found = None if type(weight) is Reason else cache.find(weight)

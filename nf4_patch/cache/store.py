@@ -32,7 +32,9 @@ from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
 FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)  # raised if a field is no tensor or has no version counter
-OTHER_STREAM_READS = 3  # after so many reads in a row on other streams, the weight is decoded again on the new stream
+# After this many consecutive reads on streams other than the one that decoded the weight, the entry is dropped. The
+# next read decodes the weight again, on its own stream.
+OTHER_STREAM_READS = 3
 
 
 class StaleWeightError(RuntimeError):
@@ -56,7 +58,7 @@ class Cache(dequantizer.Reader):
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
         self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
         self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
-        self.storages: dict[int, StorageRecord] = {}  # storages of packed bytes and scales, by storage number
+        self.storages: dict[int, StorageRecord] = {}  # storages of packed bytes and scales, by ``_cdata``
         self.generation = 0  # counts the changes after which there may be more room
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
@@ -92,7 +94,7 @@ class Cache(dequantizer.Reader):
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights, and stop charging for dense copies that are no longer in use.
+        """Remove the entries of freed weights, and subtract dense copies that are no longer in use from ``taken``.
 
         If an interrupt stops this method, the next call completes the work.
         """
@@ -103,7 +105,7 @@ class Cache(dequantizer.Reader):
             for entry in self.dropped:
                 entry.empty()  # again, in case an interrupt stopped ``_drop``
                 if entry.dense_memory.expired():
-                    # one statement, because an interrupt does not stop in the middle of it
+                    # one statement, so that an interrupt cannot come between the two assignments
                     self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
                     self.generation += 1
             self.dropped = [entry for entry in self.dropped if entry.size]
@@ -235,7 +237,8 @@ class Cache(dequantizer.Reader):
         """Decode a weight and cache the result until the weight changes. Return None if there is no room.
 
         Raises:
-            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size. With "auto", the cache is dropped.
+            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size. With "auto", no error is
+                raised: the cache is dropped, and None is returned.
         """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
         with self.lock:  # the lock is released before the decode, which is slow
@@ -281,7 +284,7 @@ class Cache(dequantizer.Reader):
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry if it is in the cache. The budget is charged for its dense copy as long as something still uses it."""
+        """Remove an entry if it is in the cache. Its dense copy stays counted in ``taken`` until nothing uses the copy."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
         # An interrupt after this line may lead to a second append, but ``settle`` subtracts the size only once.
@@ -365,7 +368,7 @@ class StorageRecord:
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
-        self.reference = reference  # while this weak reference is held, no other storage gets the same number
+        self.reference = reference  # while this weak reference is held, no other storage gets the same ``_cdata``
         self.owner = owner  # returns the parameter in this storage, or None
         self.resized = self.aliased = False
 
@@ -391,5 +394,7 @@ def is_captured(device: int) -> bool:
 
 
 cache = dequantizer.reader = Cache()
-atexit.register(cache.configure, "off")  # empties the cache before the interpreter clears modules, which frees tensors
+# The cache is emptied before the interpreter clears the modules. Clearing a module frees tensors, and an entry would
+# still be called back when its tensors are freed.
+atexit.register(cache.configure, "off")
 switch.follow(lambda config: cache.configure(switch.value("cache")))

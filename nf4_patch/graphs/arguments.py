@@ -17,7 +17,7 @@ DROPPED = "num_items_in_batch"  # Trainer passes this number to every layer, but
 
 
 class Unsupported(Exception):
-    """A graph cannot replay calls with an argument of this kind."""
+    """A call has an argument that a graph cannot replay."""
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
@@ -38,9 +38,8 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     if kind not in TENSORS:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
-        if (
-            other is value
-        ):  # for the second occurrence of a tensor, the key holds the index of the first, because both share one buffer
+        if other is value:
+            # for the second occurrence of a tensor, the key holds the index of the first, because both share one buffer
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument that requires a gradient")
@@ -51,7 +50,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced and ``num_items_in_batch`` dropped."""
+    """Return ``value`` with ``replacements(tensor)`` in place of every tensor, and without dict entries named DROPPED."""
     if isinstance(value, Tensor):
         return replacements(value)
     if type(value) in (tuple, list):

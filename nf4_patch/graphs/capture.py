@@ -1,8 +1,9 @@
 """Capture a decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
 
-The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint would.
-Both graphs read detached aliases of the parameters. With the parameters themselves, autograd would synchronize with the
-training stream in the middle of the capture, because their autograd nodes belong to that stream.
+The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint
+would. Both graphs read detached aliases of the parameters. If they read the parameters themselves, autograd would
+synchronize with the training stream during the capture, because the autograd nodes of the parameters belong to that
+stream.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warn
 
 def matmul_precision() -> str:
     """Return the precision of fp32 matrix products, such as "tf32"."""
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)  # PyTorch >= 2.9; the older function may raise there
+    # exists since PyTorch 2.9, where get_float32_matmul_precision may raise an error
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     return str(getter("cuda", "matmul") if getter else torch.get_float32_matmul_precision())
 
 
@@ -100,8 +102,8 @@ class Pool:
         self.generator = torch.cuda.default_generators[device]
         self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            # capture_begin allocates the generator's state. PyTorch 2.11 aborts the process if that fails. An allocation before it
-            # raises an OutOfMemoryError instead.
+            # capture_begin allocates the generator's state. If this allocation fails, PyTorch 2.11 aborts the process.
+            # So a tensor is allocated first: if there is no memory, it raises an OutOfMemoryError.
             something = torch.empty(2**10, device=device)
             with self.capturing(self.keeper):
                 something.zero_()
@@ -113,7 +115,8 @@ class Pool:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # raised because the capture is invalid; the first error says why
+            # the error of capture_end only says that the capture is invalid; the error that made it invalid is raised
+            with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -121,8 +124,8 @@ class Pool:
     def repair(self) -> None:
         """Repair PyTorch's state after a failed capture, and mark the pool as broken.
 
-        After the failure, PyTorch still allocates from the pool and its generator is still in capture mode. The repair replaces
-        the generator's state. Earlier graphs read the old state, so all of them have to be dropped.
+        After the failure, PyTorch still allocates from the pool, and PyTorch's generator is still in capture mode. The
+        repair replaces the generator's state. Earlier graphs read the old state, so the caller has to drop all graphs.
         """
         self.broken = True
         with contextlib.suppress(RuntimeError):
@@ -169,9 +172,8 @@ class Task(NamedTuple):
     """What to capture: a layer, with the arguments of one call."""
 
     layer: nn.Module
-    function: Callable[
-        [Callable[..., Any], Tensor, list[Tensor]], Any
-    ]  # calls the layer; its arguments are the checkpoint function to use, x, and the other tensors
+    # a function that calls the layer. Its arguments are the checkpoint function to use, x, and the other tensors
+    function: Callable[[Callable[..., Any], Tensor, list[Tensor]], Any]
     x: Tensor
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
@@ -204,7 +206,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Return a Place for every parameter of a layer that requires a gradient."""
+    """Return the Place of each of the layer's parameters that require a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -313,7 +315,7 @@ class GraphedLayer:
     differentiable = True
 
     def __init__(self, pool: Pool, task: Task):
-        """Warm up the layer and capture both graphs.
+        """Warm up the layer and capture its two graphs: the forward, and the recompute with the backward.
 
         Raises:
             Refusal: the layer cannot be captured.
@@ -323,7 +325,7 @@ class GraphedLayer:
         self.slots = slots_for(task.tensors, pool.slots)
         self.trained = trained_places(task.layer)
         self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
-        self.used: list[int] = []  # indices of the aliases that receive a gradient
+        self.used: list[int] = []  # indices in ``aliases`` of the parameters that receive a gradient
         self.parameters: Any = None  # the parameters that receive a gradient; set by the warm-up
         self.others: tuple[None, ...] | None = None  # the results after the first, if the layer returns a tuple
         random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
@@ -371,7 +373,11 @@ class GraphedLayer:
         self.alive = True
 
     def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
-        """Group tensors by the dtype of their parameter. The tensors are in the order of ``parameters``, one for each."""
+        """Group tensors by the dtype of their parameter.
+
+        Args:
+            tensors: one tensor per parameter, in the order of ``parameters``.
+        """
         return [
             [tensor for tensor, parameter in zip(tensors, self.parameters, strict=True) if parameter.dtype is dtype]
             for dtype in self.dtypes
@@ -521,9 +527,8 @@ class GraphedLayer:
         count(self.hits_of_backward)
         cache.hits += len(self.pins) - self.reads
         found: list[Any] = [None] * len(self.parameters)
-        with (
-            torch._C._AutoDispatchBelowAutograd()
-        ):  # otherwise the gradients would be views, which some code cannot detach in place
+        # autograd is bypassed, because it would mark the gradients as views. ``detach_()`` raises an error for a view.
+        with torch._C._AutoDispatchBelowAutograd():
             for dtype, flat, shapes in zip(self.dtypes, self.flat, self.shapes, strict=True):
                 parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes))
                 found = [next(parts) if p.dtype is dtype else g for p, g in zip(self.parameters, found, strict=True)]
@@ -620,7 +625,10 @@ class GraphedForward(GraphedLayer):
 
 
 class Launches:
-    """Record the values of all hit counters. ``since`` returns the launches that were counted afterwards."""
+    """A snapshot of all hit counters, which count kernel launches.
+
+    ``since`` returns each counter with the number of launches since the snapshot.
+    """
 
     def __init__(self) -> None:
         self.before = [(counter, counter.hits) for counter in list(counters.hit_counters.values())]

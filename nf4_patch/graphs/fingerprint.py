@@ -62,7 +62,8 @@ class Fingerprint:
         ]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
         self.tensors: list[Any] = [tensor for tensor in self.slots if tensor is not None]
-        # A QuantState is an attribute of a packed parameter or, for packed experts, of a parametrization, which is a module.
+        # A QuantState is an attribute of its packed parameter. For packed experts it is an attribute of a
+        # parametrization instead. A parametrization is a module, so modules are searched too.
         holders = [*self.tensors, *everything]
         self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
         self.states = [*map(quant_state, self.packed)]

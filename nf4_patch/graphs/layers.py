@@ -41,26 +41,25 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
-# HARMLESS_HOOKS: names of modules that define hooks which a replay may skip. transformers' hooks collect outputs, and only if a
-# forward requests outputs. bitsandbytes' hooks open and close the cache of parametrize.
+# HARMLESS_HOOKS: names of Python modules that define hooks which a replay may skip. transformers' hooks only collect
+# outputs, and a call for which they collect any runs eagerly. bitsandbytes' hooks only open and close the cache of
+# torch.nn.utils.parametrize.
 HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
 @dataclass
 class Shape:
-    """The graphs of all layers for one key: one shape of inputs in one environment."""
+    """The graphs of all layers for one key: one layout of arguments, and one setting of autocast and PyTorch's modes."""
 
     graphs: weakref.WeakKeyDictionary[nn.Module, GraphedLayer | Refusal] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
-    waits: weakref.WeakKeyDictionary[nn.Module, int] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )  # by layer, how many eager calls the most recent ``postpone`` demanded
-    out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )  # a layer whose capture found no memory; until the layer is freed, no layer is captured for this shape
+    # for each layer, the number of eager calls that the latest ``postpone`` demanded
+    waits: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
+    # a layer whose capture found no memory; until the layer is freed, no layer is captured for this shape
+    out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(default_factory=weakref.WeakKeyDictionary)
     used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
     began: int = 0  # value of ``Graphs.clock`` when the count of ``calls`` began
 
@@ -93,9 +92,8 @@ class Graphs:
     def __init__(self) -> None:
         self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs, by key
         self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, most recently used last
-        self.pools: weakref.WeakValueDictionary[int, Pool] = (
-            weakref.WeakValueDictionary()
-        )  # by device; the graphs keep the pools alive
+        # the pool of each device; the graphs keep their pool alive
+        self.pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()  # held during a capture
         self.clock = 0  # number of calls so far
         self.replays = 0
@@ -143,8 +141,9 @@ class Graphs:
     def is_due(self, shape: Shape, layer: nn.Module) -> bool:
         """Count an eager call of the layer, and return whether the layer has to be captured now.
 
-        If the capture would replace the graphs of another shape, only calls since the last use of that shape count. Otherwise
-        a data set of many lengths would capture at every few steps, and replay too rarely to gain from it.
+        If the capture would replace the graphs of another shape, only calls since the last use of the other shape
+        count. Without this rule, if sequences have many lengths, layers would be captured every few steps, and each
+        graph would be replayed too rarely to make up for its capture.
         """
         limit = self.calls_before_capture(shape)
         oldest = next(iter(list(self.shapes.values())), None)  # another thread may drop all of them
@@ -157,7 +156,8 @@ class Graphs:
     def postpone(self, shape: Shape, layer: nn.Module) -> None:
         """Drop the layer's graphs of this shape, and run the layer eagerly for a number of calls.
 
-        The number doubles with every call of ``postpone``, because the layer may change at every step.
+        The layer has changed since its capture, or cannot be captured at present. The number of eager calls doubles
+        each time, because the layer may go on changing at every step.
         """
         wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
         shape.calls[layer] = self.calls_before_capture(shape) - wait
@@ -198,7 +198,7 @@ switch.follow(follow)
 
 
 class Call:
-    """The state of one forward of a graphed layer that the backward of this call needs."""
+    """A call of a graphed layer: what its forward passes on to its backward."""
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
@@ -207,7 +207,10 @@ class Call:
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """Return the gradients of x and of the graph's parameters. Recompute eagerly if the second graph cannot be replayed."""
+        """Return the gradients of x and of the graph's parameters.
+
+        Recompute the layer eagerly if the graph of the recompute and the backward cannot be replayed.
+        """
         graph, pool = self.graph, self.graph.pool
         if not torch.is_grad_enabled() and stream_of(pool.device) == pool.replay_stream:
             with pool.lock:
@@ -218,7 +221,7 @@ class Call:
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """Recompute the layer eagerly and return its gradients. Under ``create_graph`` the gradients are differentiable."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
-        # aliases, because hooks on the gradients of the parameters themselves would run twice
+        # The layer gets aliases, because hooks on the gradients of the parameters themselves would run twice.
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
         after = generator.get_state()

@@ -1,8 +1,9 @@
 """One autograd function that computes LoRA's product, and the gradients of the whole layer.
 
-Afterwards the caller adds the product with the base weight to the result, in place. Autograd saves nothing for that product, which
-is the most expensive one. A checkpoint's recompute stops at the last saved tensor, so it skips that product. The gradient of x is a
-single sum of the base weight's part and LoRA's part.
+After the function returns, the caller adds the base product (x times the base weight) in place, without autograd. So
+autograd saves no tensor for the base product, which is the most expensive one. A checkpoint's recompute stops as soon
+as the last saved tensor exists. So it skips the base product of the last layer in the checkpoint. The backward adds the
+base weight's part and LoRA's part of the gradient of x itself, so that autograd does not have to add two tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ Adapter = tuple[type[Factors], float, bool]  # the class to multiply with, the s
 class LoraProduct(PlainFunction):
     """Compute y plus the sum of scale * z @ A.T @ B.T over the adapters, [rows, out].
 
-    The caller adds x @ dense().T to the result. The backward returns the gradients of the whole, including this product.
+    The caller adds the base product x @ dense().T to the result. The backward returns the gradients of this whole sum.
     """
 
     @staticmethod

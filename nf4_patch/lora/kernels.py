@@ -1,12 +1,12 @@
 """Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, with the precision of fp32.
 
-An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the product of two bf16 numbers is exact in fp32. Tensor
-cores add with fewer bits than fp32. So the tensor cores add only the products of one tile, the smallest parts first. The tiles are
-added in fp32.
+An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the product of two bf16 numbers is exact in
+fp32. Tensor cores add with fewer bits than fp32. So the tensor cores add only the products of one tile, and begin with
+those of the smallest of the three bf16 numbers. The tiles are added in fp32.
 
-All kernels have these arguments. x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank,
-width] if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of 16. A program computes ROWS rows, COLUMNS
-columns and RANK ranks at a time. reference.py defines the results.
+An argument means the same in every kernel that has it. x, addend and out are bf16 [rows, width]. inner is fp32 [rows,
+rank]. factor is fp32, [rank, width] if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of
+16. A program computes ROWS rows, COLUMNS columns and RANK ranks at a time. reference.py defines the results.
 """
 
 import triton
@@ -76,7 +76,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Compute out = scale * inner @ factor, plus addend if ADD, rounded once.
 
-    Partial products below about 2^-16 of the full product are dropped.
+    Partial products below about 2^-16 of the full product are dropped, because the result is rounded to bf16 anyway.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

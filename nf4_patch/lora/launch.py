@@ -85,7 +85,9 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum of ``steps`` tiles into parts that different programs add (split-K), so that every multiprocessor has work.
+    """Split a sum over ``steps`` tiles into parts (split-K).
+
+    Different programs compute the parts, so that every multiprocessor has work. The caller adds up the parts.
 
     Args:
         programs: how many programs it takes to compute one part.
@@ -122,7 +124,7 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
 def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tensor | None) -> Tensor:
     """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once.
 
-    The result is a new tensor, because a dispatch mode may hold the addend.
+    The result is a new tensor. The addend is not overwritten, because a dispatch mode may still hold it.
 
     Args:
         inner: fp32 [rows, rank].

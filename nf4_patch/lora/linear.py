@@ -76,7 +76,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and ``base`` bitsandbytes' own class and forward.
+    """Return whether ``layer`` has peft's own class, and ``base`` has a class of bitsandbytes with its own forward.
 
     Args:
         hooked: also require that a call of ``base`` runs no hook.
@@ -93,9 +93,9 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtype of the product with the base weight, and the dtype that the weight is decoded to.
 
-    The product has the dtype of autocast, or of x. The weight is decoded to the layer's compute dtype, as in bitsandbytes'
-    forward. One of the two dtypes may be fp16 and the other bf16, because transformers reads the compute dtype of a packed
-    checkpoint from the checkpoint.
+    The product has the dtype of autocast, or of x. The weight is decoded to the layer's compute dtype, as in
+    bitsandbytes' forward. One of the two dtypes may be fp16 and the other bf16, because transformers takes the compute
+    dtype of a model that was saved in 4 bits from the saved files.
 
     Returns:
         The two dtypes, or None in two cases. Either a dtype is not supported. Or, without autocast, exactly one of the two dtypes
@@ -115,7 +115,9 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 
 
 def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor, float] | Reason:
-    """Return A, B and the scaling of the adapter that the fused matmul adds to a few rows of x, or the Reason why there is none.
+    """Return A, B and the scaling of the only adapter, if the fused matmul for few rows can add the adapter's product.
+
+    Otherwise return the Reason why it cannot.
 
     Args:
         adapters: see ``adapters_of``.
@@ -154,7 +156,7 @@ def run(
         dropped = dropout.training and getattr(dropout, "p", 0)
         wide = not autocast and a.dtype is not dtype  # the factors are in fp32, and so are their products
         z = rows
-        if dropped:  # in peft's dtype, because the dropout mask depends on the dtype
+        if dropped:  # drop out in the dtype that peft uses, because the dropout mask depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         elif is_cast:
             z = x.reshape(rows.shape)
@@ -242,7 +244,9 @@ def linear(target: Target, original: Function) -> Function:
 
         A checkpoint's recompute repeats the decision of the forward.
         """
-        if not lora_gate.on:  # no layer that requires a gradient is served, so a recompute has nothing to repeat
+        if not lora_gate.on:
+            # Without lora="fused", our code runs only calls that require no gradient. They save no tensors, so a
+            # recompute may decide differently.
             return decide(self, x, args, kwargs, False)
         hooks: Any = context.saved_tensors_hooks(True)
         found = decisions_of(hooks[0]) if type(hooks) is tuple else None
@@ -260,7 +264,8 @@ def linear(target: Target, original: Function) -> Function:
         """Make the decision for ``prepare``.
 
         Args:
-            again: this is the recompute of a forward that ran ``run``. Ignore hooks and modes, which may be new.
+            again: whether this is the recompute of a forward that used ``run``. Hooks and modes are then ignored,
+                because they may have been added after the forward.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):

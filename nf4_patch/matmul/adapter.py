@@ -21,9 +21,11 @@ from .tuning import SmallMConfig
 if triton is not None:
     from . import kernels
 
-PARTS = 16  # of K, at most. 32 parts are slower at 8 rows (H200).
-COLUMNS = 128  # of K per step of the first kernel
-MOST_FRAGMENTS = 8  # of B per tile: a rank of 128 in bf16, 64 in fp32. Each takes four registers.
+PARTS = 16  # maximum number of parts of K; 32 parts are slower at 8 rows (H200)
+COLUMNS = 128  # columns of x and A that the first kernel multiplies per step
+# Maximum number of fragments (operands of an mma) that 16 rows of B take: enough for a rank of 128 in bf16, or 64 in
+# fp32. A fragment takes four registers of a lane.
+MOST_FRAGMENTS = 8
 RANK_STEP = 4  # the rank is a multiple of this: a lane loads four columns of B
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -35,12 +37,15 @@ def layout_of(a: torch.Tensor) -> AdapterLayout:
 
 
 def span_of(k: int) -> int:
-    """Return the columns of K per part, a multiple of COLUMNS."""
+    """Return how many of the ``k`` columns of x belong to one part, a multiple of COLUMNS."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
 def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels add an adapter with these A [rank, K] and B [n, rank] to m rows of x. Looks at no address."""
+    """Return whether the kernels can add the product with an adapter, A [rank, K] and B [n, rank], for m rows of x.
+
+    The answer does not depend on addresses.
+    """
     if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
         return False
     rank, k = a.shape
@@ -59,7 +64,7 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read A or B where it is: contiguous, 16-byte aligned, and with memory."""
+    """Return whether the kernels can read A or B: contiguous, 16-byte aligned, and in memory that was not freed."""
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16
@@ -81,7 +86,7 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
     """Return the first kernel for x [m, k] in bf16.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     dependent = (
         runtime.capability_of(device) >= (9, 0)
@@ -115,7 +120,8 @@ class LoraLaunch(MatmulLaunch):
         """Multiply an x of the shape, dtype and device that this launch was resolved for, and add the adapter's product.
 
         Args:
-            a, b: A [rank, K] and B [N, rank] of the layout that this launch was resolved for, for which ``is_readable`` holds.
+            a, b: A [rank, K] and B [N, rank], in the layout that this launch was resolved for. ``is_readable`` has to
+                be True for both.
         """
         device = self.device
         if runtime.current_device() != device:
@@ -155,7 +161,7 @@ def resolve(
     The caller has checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     n, k = weight.shape
     m, layout = x.numel() // k, layout_of(a)

@@ -24,10 +24,12 @@ def gemm(
 
 
 def matmul_4bit(target: Target, original: Function) -> Function:
-    """Make the replacement for ``bitsandbytes.autograd._functions.matmul_4bit``, which acts when no gradient is required.
+    """Make the replacement for ``bitsandbytes.autograd._functions.matmul_4bit``.
+
+    The original runs if a gradient is required.
 
     The replacement bypasses bitsandbytes' op, because the dispatch of the op takes longer than a matmul of a few rows. Before
-    bitsandbytes 0.50 the packed weight has to be transposed. Since 0.50 it may be transposed or not.
+    bitsandbytes 0.50 the replacement accepts only a transposed packed weight. Since 0.50 it accepts both layouts.
     """
     fused = FusedMatmul(target.name)
     transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ LARGEST_M = LAST_ROWS[-1]
 FILE = "nf4_patch_matmul.json"
 
 
-_configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # by device, m, n, k
+_configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # the chosen configs, by device, m, n and k
 measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, largest row count of the range, n, k
 _choosing = threading.Lock()
 
@@ -58,7 +58,8 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
         return None
     size = device, m, n, k
     if size not in _configs:
-        # A function that a measurement times may call another function that the option replaces. The original of the latter runs.
+        # This thread is measuring. A function that is being timed may call another function that the option replaces.
+        # The original of this other function then runs.
         if _thread.measures:
             return None
         with _choosing:
@@ -72,7 +73,10 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 
 
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
-    """Return the config from the shipped table, from this process, from disk, or from a new measurement, in this order."""
+    """Return the config from the shipped table. On a GPU without a table, return the config that a measurement found.
+
+    The measurement is an earlier one of this process, or else one that was saved to disk, or else a new one.
+    """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):
         return launch.config_for(capability, m, n, k, processors)
@@ -123,7 +127,11 @@ def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
 
 
 class SavedMeasurement:
-    """The file of one measurement in Triton's cache folder. The folder's name depends on the GPU, the releases and the size."""
+    """The file of one measurement in Triton's cache folder.
+
+    The folder's name depends on the GPU, its driver, the releases of the libraries that take part, and the measured
+    size.
+    """
 
     def __init__(self, device: int, m: int, n: int, k: int, originals: Iterable[str]):
         libraries = sorted({name.partition(".")[0] for name in originals})

@@ -66,7 +66,9 @@ def lora_inner_kernel(
         column = part * SPAN + start + tl.arange(0, COLUMNS)
         left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
         right = tl.load(a + r * K + column[:, None], mask=(r < RANK) & (column < K)[:, None], other=0.0)
-        if WIDE:  # the sum of two bf16 numbers, to 2^-16; the mask leaves the first one
+        # An fp32 A is multiplied as the sum of two bf16 numbers, which differs from A by up to about 2^-16 of its
+        # value. The mask keeps the upper 16 bits of A, which are the first of these numbers.
+        if WIDE:
             high = (right.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
             total = tl.dot(left, (right - high).to(tl.bfloat16), total)
             right = high.to(tl.bfloat16)

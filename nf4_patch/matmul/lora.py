@@ -24,7 +24,7 @@ from .product import FusedMatmul
 
 
 class FusedLora(FusedMatmul):
-    """The fused matmul with an adapter, for one target."""
+    """The fused matmul with a LoRA adapter, in place of one library function (the target)."""
 
     def add(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
@@ -86,7 +86,7 @@ def why_not(
 ) -> Reason | None:
     """Return the first Reason why the kernels do not support these operands, or None.
 
-    Only metadata is read: no address and no data. So fake tensors work too.
+    The answer does not depend on addresses or on the contents of tensors, so fake tensors work too.
 
     Args:
         ignore: Reasons that are not checked for the weight, as in ``guards.why_not``.
