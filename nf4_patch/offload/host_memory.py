@@ -1,4 +1,4 @@
-"""Pinned host memory for the packed experts that ``enable(offload="6GiB")`` does not leave on the GPU.
+"""Pinned host memory for packed experts. With ``enable(offload="6GiB")`` it holds those beyond 6 GiB per GPU.
 
 The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA tensor. Every operation
 on a parameter works as before, only slower, because the GPU reads over the bus.

@@ -66,7 +66,8 @@ def is_called_by(module: str) -> bool:
 class Reader:
     """The part of the weight cache that ``Dequantizer`` uses. This base class caches nothing.
 
-    The core does not import the cache. When cache/store.py is imported, it replaces the global ``reader`` by the cache.
+    The core does not import the cache. When cache/store.py is imported, it replaces the global ``reader`` with the
+    cache.
     """
 
     on = False  # while False, ``read`` is not called

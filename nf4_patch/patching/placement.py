@@ -33,8 +33,8 @@ class Installed:
 
     A place is a module, class or dict, and a name in it. A pair is an original and its replacement. There can be
     several pairs, because another library may put its own function at the target's name, while other modules still hold
-    the first original. The last pair is the current one: the latest ``enable()`` found its original at the target's
-    name.
+    the first original. The last pair is the current one, which belongs to the function that the latest ``enable()``
+    found at the target's name.
     """
 
     target: Target
