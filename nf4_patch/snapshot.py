@@ -19,7 +19,7 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
-SHAPES_SHOWN = 8  # most shapes in a report, so that it fits on a screen; a model has about five
+SHAPES_SHOWN = 8  # maximum number of shapes in a printed status, so that it fits on a screen; a model has about five
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,10 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
 
 
 def waited_for(status: TargetStatus) -> str:
-    """Return the library that has to be imported before the target is patched, or the module if the library is imported."""
+    """Return the library that still has to be imported before the target is patched.
+
+    If the library is imported already, return its module with the function, which is then the part that is missing.
+    """
     target = next(target for target in TARGETS if target.name == status.name)
     return target.module if target.library in sys.modules else target.library
 

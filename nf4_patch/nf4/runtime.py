@@ -37,7 +37,9 @@ class KernelEntry(NamedTuple):
     call: Callable[..., None]
     head: tuple[Any, ...]
     tail: tuple[Any, ...]
-    launch_path: str  # "c entry" or "launcher", shown by ``nf4-patch doctor -v``
+    # "launcher": ``call`` is Triton's launcher. "c entry": ``call`` is the C function that the launcher would call.
+    # ``nf4-patch doctor -v`` shows this value.
+    launch_path: str
 
     @classmethod
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
@@ -55,7 +57,7 @@ class KernelEntry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
-        """Launch the kernel. Launch and MatmulLaunch inline this line to save a Python call.
+        """Launch the kernel. ``Launch`` and ``MatmulLaunch`` repeat the body of this method, which saves a Python call.
 
         Args:
             arguments: addresses and numbers, without the constexprs.

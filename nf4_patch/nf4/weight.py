@@ -18,14 +18,17 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # most memos that are kept; a 70B model has 560 weights, each read in one or two dtypes
+LIMIT = 16384  # maximum number of memos; a 70B model has 560 weights, each read in one or two dtypes
 
 
 class WeightMemo:
-    """Per-weight memo, shared by all targets and the custom op. It is valid as long as the fingerprint stays the same."""
+    """Memo of one weight: its launch and its cache entry. All targets and the custom op share the memo.
+
+    The memo is valid as long as ``PackedWeight.fingerprint`` returns the same value for the weight.
+    """
 
     launch: Any = None  # the weight's Launch, once the guards have passed
-    entry: Any = None  # set by the weight cache, which checks that it is still valid
+    entry: Any = None  # the weight's CacheEntry. The weight cache sets it, and checks at each read whether it is valid
 
 
 class PackedWeight(NamedTuple):
@@ -48,9 +51,10 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        The memo is looked up by the weight's addresses, shape and dtype. One call into PyTorch then compares class, dispatch keys, dtype,
-        device, sizes and strides of all tensors. If they match, the fingerprint is the same. This comparison takes a third of
-        the time of computing the fingerprint.
+        The memo is looked up by the weight's addresses, shape and dtype. One call into PyTorch then compares class,
+        dispatch keys, dtype, device, sizes and strides of all tensors with those of the tensors for which the memo was
+        registered. If they match, the fingerprint is the same. This comparison takes a third of the time of computing
+        the fingerprint.
 
         Raises:
             AttributeError: a field is not a tensor.
@@ -76,7 +80,12 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the memo of this weight's fingerprint, and register these tensors for the fast lookup."""
+        """Return the memo of this weight's fingerprint, and register it so that ``memo`` finds it faster.
+
+        Args:
+            place: the key for ``_checked``: the addresses of the tensors, and all fields that are not tensors.
+            tensors: the weight's tensors, with which ``memo`` compares the tensors of later calls.
+        """
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
         memo = _memos.setdefault(self.fingerprint(), WeightMemo())
@@ -109,12 +118,13 @@ class PackedWeight(NamedTuple):
         return self.packed if base is None else base
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset.
+        """Return the tensors that are passed to a kernel: packed, absmax, code, absmax2, code2, offset.
 
-        For a flat weight, the code stands in for the last three, which the kernel does not read.
+        ``code`` holds the 16 values of the quant_type. A flat weight has no absmax2, code2 and offset. ``code`` is then
+        passed in place of each of the three, because a kernel needs an address there, although it does not read it.
 
         Raises:
-            KernelUnavailable: GRAPH_CAPTURE, if the first use on a device is inside a CUDA graph capture.
+            KernelUnavailable: GRAPH_CAPTURE, if ``code`` is not on the device yet and a CUDA graph is being captured.
         """
         code = remembered_code(self.quant_type, self.packed.device)
         second = (self.absmax2, self.code2, self.offset) if self.nested() else (code,) * 3
@@ -138,9 +148,9 @@ class PackedWeight(NamedTuple):
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Return the length of an aligned run of elements of a row that share one scale, for a weight of shape [N, K].
+        """Return the length of the pieces into which a row can be cut so that each piece has a single scale.
 
-        It is the largest power of two, up to 64, that divides K and the blocksize.
+        The weight has shape [N, K]. The length is the largest power of two, up to 64, that divides K and the blocksize.
         """
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
@@ -154,7 +164,8 @@ class PackedWeight(NamedTuple):
 
 
 _memos: dict[tuple[Any, ...], WeightMemo] = {}
-# pairs of a check and the memo that it proves valid, by addresses and plain fields
+# Pairs (check, memo): the memo is valid for tensors that pass the check. A key holds the addresses of a weight's
+# tensors and all fields that are not tensors.
 _checked: dict[tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]] = {}
 
 

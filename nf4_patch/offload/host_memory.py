@@ -1,4 +1,4 @@
-"""Pinned host memory for the packed experts that ``enable(offload="6GiB")`` moves out of GPU memory.
+"""Pinned host memory for packed experts. With ``enable(offload="6GiB")`` it holds those beyond 6 GiB per GPU.
 
 The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA tensor. Every operation
 on a parameter works as before, only slower, because the GPU reads over the bus.
@@ -60,7 +60,10 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], over the host memory that ``part`` describes. The tensor keeps ``part`` alive."""
+        """Return a CUDA tensor, uint8 [bytes], over the host memory that ``part.__cuda_array_interface__`` describes.
+
+        The tensor keeps ``part`` alive.
+        """
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -72,21 +75,24 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """One block of host memory with the packed stacks of one experts module, which are prefetched together.
+    """The host memory of one experts module. It holds the module's packed stacks, which are prefetched together.
 
-    The block is pinned when the first tensor arrives, and lives as long as any CUDA tensor in it.
+    A stack is one weight of all experts. The memory is pinned when the first tensor arrives, and lives as long as any
+    CUDA tensor in it.
     """
 
     def __init__(self, capacity: int):
         self.capacity, self.size = capacity, 0  # bytes planned, and bytes in use
-        self.resident = 0  # bytes of the modules that stay on the GPU; one block per GPU carries this count
+        # Bytes of the model's experts modules that stay on this GPU. They have no block of their own, so one of the
+        # GPU's blocks holds this number for ``status()``. In all other blocks it is 0.
+        self.resident = 0
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        # The prefetcher writes two notes here. ``fingerprints``: the fingerprint of each weight when it was last read, by the
-        # address of its packed bytes.
+        # The prefetcher writes ``fingerprints`` and ``after``. ``fingerprints`` maps the address of a weight's packed
+        # bytes to the weight's fingerprint at its last read.
         self.fingerprints: dict[int, Fingerprint] = {}
-        # ``after``: the block that was read after this block, by the block that was read before it. Forward and backward read the
-        # layers in opposite orders, so the block before shows which block comes next.
+        # If block x, this block and block y were read in this order, ``after`` maps x to y. Forward and backward read
+        # the layers in opposite orders, so the previous block shows which block comes next.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
@@ -134,9 +140,8 @@ class HostBlock:
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
-blocks: dict[
-    int, Reference
-] = {}  # transformer block of each tensor, by the address of the tensor, which no other tensor can have while the block lives
+# The HostBlock of each tensor, by the tensor's address. While the HostBlock lives, no other tensor has that address.
+blocks: dict[int, Reference] = {}
 # Functions that are called with a GPU when the last host block of that GPU was freed
 on_last_block_freed: list[Callable[[torch.device], None]] = []
 

@@ -1,4 +1,4 @@
-"""The option ``offload="6GiB"``: packed experts wait in host memory."""
+"""The option ``offload="6GiB"``: packed experts take at most 6 GiB of each GPU, and the rest is kept in host memory."""
 
 from __future__ import annotations
 

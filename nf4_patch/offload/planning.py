@@ -16,8 +16,9 @@ from . import host_memory
 from .host_memory import ADVICE, HostBlock
 
 gate = switch.gates["offload"]
-# plans: for each model that is being loaded, its host blocks by module path. After a failure, the error message takes their place,
-# and is raised after loading, because transformers only logs the exception.
+# For each model that is being loaded, its host blocks by module path. If the memory of a block cannot be pinned, an
+# error message takes the place of the blocks. transformers only logs an exception during loading, so ``blocks_of``
+# raises the message again when loading ends.
 plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 

@@ -117,7 +117,9 @@ class Prefetcher:
             ahead: True for a prefetch, False if the caller needs the block now.
         """
         self.empty(buffer)
-        if not ahead:  # the current stream may have written to the block, and the copy must include these writes
+        # The caller's stream may have written to the block, and the copy must include these writes. A prefetch need not
+        # wait for them: a write changes the fingerprint, so ``decode`` then copies the block again.
+        if not ahead:
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
         assert block.host is not None
         with host_memory.cuda.running_on(self.stream):
@@ -209,7 +211,7 @@ def free_buffers(device: torch.device) -> None:
 
 
 def follow(_config: Any) -> None:
-    """Free all buffers if the option is off now. ``switch`` calls this function after every change of the configuration."""
+    """Free all buffers if ``offload`` is off. The switch calls this function at every change of the configuration."""
     if not gate.on:
         for prefetcher in prefetchers.values():
             prefetcher.clear()

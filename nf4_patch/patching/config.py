@@ -71,7 +71,7 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: str  # the result of ``keeps_off``
     strict: bool
-    options: Mapping[str, str | int]  # by name in OPTIONS: "off", another allowed value, or a size in bytes
+    options: Mapping[str, str | int]  # keys: those of OPTIONS. Values: "off", another allowed value, or a size in bytes
 
     @classmethod
     def read(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-# is_compiling is also False under torch.export without Dynamo, but there a dispatch mode is active.
+# is_compiling is False under torch.export(strict=False), which does not use Dynamo. Callers recognize such an export by
+# its dispatch mode.
 is_compiling = torch.compiler.is_dynamo_compiling
 # Dequantizer checks is_jit_tracing only for new weights. Under torch.jit.trace shapes hold tensors, which match no remembered
 # launch, so every weight is new.
@@ -19,8 +20,8 @@ transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
 # plain_methods() skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
-# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 cannot tell whether there are any,
-# so the fallback returns True.
+# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 has no such function.
+# The function used there always returns True, so callers assume that there are hooks.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
@@ -82,12 +83,12 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
-    """Make Dynamo run a function, and everything that the function calls, without compiling it.
+    """Make Dynamo run a function, and everything that it calls, without compiling it, if the caller runs eagerly.
 
-    On GPUs below sm_80, such as the T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, but Dynamo
-    would compile each function that the frame calls. A function that Dynamo inlines into another frame is still traced.
-    ``torch._dynamo.disable`` would add the cost of a wrapper to each call. PyTorch 2.6 has no way to skip a function without
-    that cost, so there this function does nothing.
+    If Dynamo compiles the caller, it inlines and traces the function all the same. But on GPUs below sm_80, such as the
+    T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, and Dynamo would compile each
+    function that the frame calls. ``torch._dynamo.disable`` would add the cost of a wrapper to each call. PyTorch 2.6
+    has no way to skip a function without that cost, so there this function does nothing.
     """
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):

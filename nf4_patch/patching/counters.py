@@ -50,7 +50,9 @@ class Counters:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
-        """Count a fallback. The first fallback of a target for a Reason is logged as a warning, unless the Reason is expected.
+        """Count a fallback. Log a warning if it is the target's first fallback for this Reason.
+
+        A Reason that is expected (``Reason.is_expected``) is only counted.
 
         Raises:
             FallbackError: in strict mode, if the Reason is not expected.

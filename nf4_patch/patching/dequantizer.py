@@ -46,10 +46,10 @@ PASSED_ON = {
 
 
 def is_called_by(module: str) -> bool:
-    """Return whether the replacement that called ``of_state`` was called by code of ``module``.
+    """Return whether code of ``module`` called the replaced library function. For use in ``Dequantizer.of_state`` only.
 
-    ``module`` is the start of a module's name, "unsloth." for example. A function in PASSED_ON only passes the weight on, so
-    the caller of that function is checked instead.
+    ``module`` is the start of a module's name, "unsloth." for example. A function in PASSED_ON only passes the weight
+    on. If the library function was called by such a function, the caller of that function is checked instead.
     """
     try:  # frame 1 is of_state, 2 the adapter, 3 the replacement, 4 its caller
         frame: FrameType | None = sys._getframe(4)
@@ -64,7 +64,11 @@ def is_called_by(module: str) -> bool:
 
 
 class Reader:
-    """What dequantize calls need of the weight cache. ``enable(cache=...)`` puts the cache in place of the global ``reader``."""
+    """The part of the weight cache that ``Dequantizer`` uses. This base class caches nothing.
+
+    The core does not import the cache. When cache/store.py is imported, it replaces the global ``reader`` with the
+    cache.
+    """
 
     on = False  # while False, ``read`` is not called
 
@@ -81,7 +85,7 @@ class Dequantizer:
     Args:
         target: the target's name.
         readers: start of the names of modules that only read the result, such as "unsloth.". Callers in other modules get a new
-            tensor, never a cached one. With "", callers are not checked.
+            tensor, never a cached one. With "", callers are not checked, and the argument ``only_read`` alone decides.
     """
 
     def __init__(self, target: str, readers: str = ""):
@@ -205,7 +209,9 @@ class Dequantizer:
 
     def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
-        if isinstance(weight.owner(), torch.nn.Parameter):  # a slice of an expert stack is not counted as a weight
+        # Copied bytes, such as those of the chosen experts of a stack, have no parameter as owner, and are not counted
+        # as a weight.
+        if isinstance(weight.owner(), torch.nn.Parameter):
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
@@ -218,10 +224,12 @@ class Dequantizer:
 
 
 def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
-    """Return a decorator for adapters. It turns an adapter into the factory that a row in targets.py names in ``replace``.
+    """Return a decorator for adapters. An adapter maps a library function's arguments to those of ``of_state``.
 
-    The replacement calls ``adapter(serve, *arguments)`` with the original's arguments. The adapter calls ``serve`` with the
-    arguments of ``Dequantizer.of_state``. While torch.compile traces, ``serve`` is ``Dequantizer.trace``.
+    The decorator turns an adapter into a factory: a function that makes the replacement of a library function. Rows in
+    targets.py name the factory in ``replace``. The replacement calls ``adapter(serve, *arguments)`` with its own
+    arguments. ``serve`` is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``. The adapter
+    returns the result of ``serve``, or a Reason.
 
     Args:
         readers: see Dequantizer.

@@ -86,7 +86,9 @@ def block(**options: Given) -> Iterator[None]:
             # no place is found if an interrupt came before the block was entered
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
-                if place < len(_blocks):  # a block that was entered later is still active, and will restore ``before``
+                # A block that was entered later is still active, so its configuration stays. It restores ``before`` at
+                # its end.
+                if place < len(_blocks):
                     _blocks[place][:] = before
                 else:
                     put_in_force(before[0])
@@ -100,9 +102,10 @@ def hook(target: Target) -> None:
 class Halfway(ModuleSpec):
     """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    Python sets ``_initializing`` to False at the end of an import, even if the import failed. Before that, the module may lack
-    the function or may still redefine it. For example, transformers.integrations.bitsandbytes imports bitsandbytes, which
-    enables the patch, before it defines any class.
+    Python sets ``_initializing`` to False at the end of an import, even if the import failed. Before that, the module
+    may lack the function or may still redefine it. For example, transformers.integrations.bitsandbytes first imports
+    bitsandbytes, which may turn the patch on (NF4_PATCH=1). At that time transformers.integrations.bitsandbytes has not
+    defined any class yet.
     """
 
     _initializing: bool

@@ -22,7 +22,8 @@ def new_lock() -> Any:
 
 def _free() -> None:
     for lock in list(_locks):
-        if not lock._is_owned():  # the forking thread holds the others and will release them
+        # A lock of the forking thread is left alone, because this thread lives on in the child and will release it.
+        if not lock._is_owned():
             lock._at_fork_reinit()
 
 

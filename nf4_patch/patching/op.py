@@ -87,7 +87,8 @@ def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: An
 
     The result is transposed if the packed bytes are. Dynamo can trace this function.
     """
-    # The op's schema does not accept the following values, so each gets its Reason here.
+    # A QuantState may hold values that the op's schema does not accept. Their Reasons are returned here, without
+    # calling the op.
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):
         return Reason.QUANT_TYPE

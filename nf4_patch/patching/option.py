@@ -54,10 +54,10 @@ class Variable:
 
     name: str
     allowed: tuple[str, ...]
-    default: str  # value of an unset or empty variable; "" if an unset variable has a meaning of its own
+    default: str  # value of an unset or empty variable; "" if no allowed value means the same as an unset variable
     meaning: str
     size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
-    option: bool = False  # whether the variable changes what the patch does, so that it has no effect without the patch
+    option: bool = False  # True if the variable changes how the patch works, so it does nothing while the patch is off
 
     @property
     def argument(self) -> str:

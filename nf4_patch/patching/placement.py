@@ -31,9 +31,10 @@ class Pair(NamedTuple):
 class Installed:
     """The state of a target after the import of its module: its replacements and where they are, or why there is none.
 
-    A place is a module, class or dict, and a name in it. There can be several originals, because another library may put its
-    own function at the target's name, while other modules still hold the first original. Each original has its own
-    replacement. The last pair belongs to the latest ``enable()``.
+    A place is a module, class or dict, and a name in it. A pair is an original and its replacement. There can be
+    several pairs, because another library may put its own function at the target's name, while other modules still hold
+    the first original. The last pair is the current one, which belongs to the function that the latest ``enable()``
+    found at the target's name.
     """
 
     target: Target
@@ -77,11 +78,14 @@ class Installed:
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
-        """Record that ``function`` cannot be replaced. Copies of earlier originals are still swapped."""
+        """Record that ``function``, which is at the target's name now, cannot be replaced.
+
+        The existing pairs stay, so ``swap`` still replaces the copies of their originals that other modules hold.
+        """
         self.refused, self.refusal = function, why
 
     def use(self, pair: Pair, place: Place) -> None:
-        """Record that ``pair`` is the current original and replacement, and that ``place`` holds a copy of the function."""
+        """Make ``pair`` the current pair, and record ``place``, where the target's function is."""
         if pair not in self.pairs:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]
@@ -89,9 +93,9 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Add a pair for each function that ``function`` wraps, if other modules still hold that function.
+        """Add a pair for each function inside the wrapper ``function`` that other modules still hold.
 
-        Those modules imported the function by name before another library wrapped it.
+        Those modules imported the inner function by name before another library wrapped it.
         """
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):
@@ -160,12 +164,13 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 def put(holder: Any, name: str, function: Any) -> None:
     """Set ``name`` in a module, dict or class to ``function``.
 
-    In a class, a static method stays static. A method that was inherited before is inherited again.
+    In a class, a static method stays static. If a base class holds ``function`` under this name, the name is deleted
+    from the class instead, so that the class inherits the function again.
     """
     if isinstance(holder, dict):
         holder[name] = function
     elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
-        delattr(holder, name)  # so that the class inherits the function again
+        delattr(holder, name)
     else:
         setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
 

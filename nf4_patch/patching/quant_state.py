@@ -31,7 +31,7 @@ def fields_of(packed: Tensor, state: Any) -> Any:
             packed, state.absmax, second.absmax, second.code, state.offset,
             state.blocksize, second.blocksize, state.shape, state.dtype, state.quant_type,
         )  # fmt: skip
-    except AttributeError:  # the state lacks a field, because nothing else is read above
+    except AttributeError:  # means that the state lacks a field, because nothing else can raise it above
         return Reason.STATE_FIELDS if hasattr(state, "quant_type") else Reason.NOT_4BIT
 
 
@@ -42,9 +42,9 @@ def weight_of(packed: Tensor, state: Any) -> Any:
 
 
 def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
-    """Return CPU_PACKING instead of STATE_FIELDS if the shape and dtype of ``absmax`` show that the weight is packed for the CPU.
+    """Return CPU_PACKING if ``reason`` is STATE_FIELDS and the weight is packed for the CPU, else ``reason``.
 
-    bitsandbytes' packing for the CPU has an absmax of shape [K / blocksize, N] in bf16. In all other cases, return ``reason``.
+    bitsandbytes' packing for the CPU is recognized by its absmax: bf16, of shape [K / blocksize, N].
     """
     repacked = reason is Reason.STATE_FIELDS and isinstance(absmax, Tensor) and absmax.dim() == 2
     return Reason.CPU_PACKING if repacked and absmax.dtype is torch.bfloat16 else reason

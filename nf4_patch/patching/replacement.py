@@ -88,8 +88,8 @@ def replacement_of(
             the caller, but an error of ``attempt`` itself is logged and the original runs.
         traced: used instead of ``attempt`` while Dynamo traces. Nothing is caught or counted there. None: Dynamo traces the
             original.
-        is_body: the original is the body of an op, or calls an op. Dynamo is kept out, because it would compile the original
-            separately.
+        is_body: the original is the body of an op, or calls an op. Dynamo then must not compile the replacement either,
+            because it would compile the original as a graph of its own.
         refuses: raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL, instead of running the original.
     """
     option, other = target.option, target.or_option or target.option

@@ -41,7 +41,7 @@ class Switch(Gate):
             follower(config)
 
     def wants(self, target: Target) -> bool:
-        """Return whether an option of the target is on, or the patch itself for a target without options."""
+        """Return whether an option of the target is on or, for a target without options, whether the patch is on."""
         return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:

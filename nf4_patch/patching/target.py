@@ -16,18 +16,19 @@ ALWAYS = "always"  # an ``option`` that is never off
 
 @dataclass(frozen=True)
 class Target:
-    """A library function that nf4_patch replaces.
+    """A library function that nf4_patch replaces: one row of the table ``TARGETS``.
 
     Attributes:
         function: "module:attribute". The attribute may be dotted: a method of a class, or an entry of a class's dict.
         releases: releases of the library that have the function, ">= 1.0" or "<= 1.0".
         tested: releases that the tests ran with.
         parameters: parameter names that the replacement supports. A function with other names is not patched.
-        replace: "module:function" of this package, ".module:function". It gets the row and the original, and returns the
-            replacement.
+        replace: the function that makes the replacement, as "module:function" relative to this package, for example
+            ".adapters.unsloth:fast_dequantize". It gets the row and the original, and returns the replacement.
         covers: the calls that the replacement speeds up, or its purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
-        option: the option that has to be on. "": the patch itself. ALWAYS: the replacement stays in place when the patch is
-            off, because models that the option has changed still need it.
+        option: the option that has to be on. "": no option, only the patch has to be on. ALWAYS: the replacement stays
+            in place when the patch is turned off, because models with packed experts still need it.
+        or_option: a second option. The replacement is used if one of the two options is on.
         unless: an attribute of the module. Where it exists, this row is skipped.
         after: a module. The row is installed when this module is imported, instead of the function's own module.
         uncounted: the note that ``status()`` shows if calls of the function are not counted as hits.
@@ -81,7 +82,8 @@ class Target:
         """Return the replacement of ``original``, marked for ``placement.is_ours``."""
         module, function = self.replace.split(":")
         replacement: Any = getattr(importlib.import_module(module, PACKAGE), function)(self, original)
-        # the mark holds the replacement itself, because functools.wraps copies the attribute to other libraries' wrappers
+        # When another library wraps the replacement, functools.wraps copies this mark to the wrapper. The mark holds
+        # the replacement, so that ``is_ours`` can tell the replacement from the wrapper.
         replacement.__nf4_patch__ = replacement, Target
         return replacement
 

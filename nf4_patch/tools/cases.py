@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield the cases of every output dtype, for each property of a weight that changes the kernel or the launch path."""
+    """Yield all cases. For each output dtype, they cover every property that affects the kernel or its launch."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)
@@ -49,7 +49,8 @@ def every_case() -> Iterator[Case]:
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
     """Quantize a random weight, scaled like a transformer's, with bitsandbytes. Return the packed weight and its QuantState.
 
-    An FP4 weight starts and ends with minus zero and zero, which a random weight may lack.
+    In an FP4 weight, the first and the last packed byte are set to the codes of minus zero and zero, because a random
+    weight may not contain them.
     """
     import bitsandbytes.functional as F
 

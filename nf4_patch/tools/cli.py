@@ -154,8 +154,9 @@ ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.ran
 def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
     """Run a command with the patch on, in every Python process that it starts.
 
-    COMMAND can be train.py, -m MODULE, python ..., torchrun ..., or accelerate launch ... Every process that imports
-    bitsandbytes writes a report. Under a launcher, only rank 0 does.
+    COMMAND can be train.py, -m MODULE, python ..., torchrun ..., or accelerate launch ... With --report or --json, each
+    process that imports bitsandbytes reports. Of the processes of a launcher such as torchrun, only rank 0 reports,
+    unless --all-ranks is given.
     """
     from . import run
 

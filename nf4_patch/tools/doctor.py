@@ -39,7 +39,7 @@ TAKE_FP16 = (
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
-FAST = (8, 0)  # lowest compute capability of GPUs that are fast enough to wait for Python in short steps
+FAST = (8, 0)  # lowest compute capability of GPUs that are so fast that in short steps they wait for Python
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -51,7 +51,7 @@ class Gpu:
     gibibytes: float
     advice: str = ""
     failures: list[str] = field(default_factory=list)  # why this GPU runs the original
-    kernels: dict[str, str] = field(default_factory=dict)  # launch path, "c entry" or "launcher", by output dtype
+    kernels: dict[str, str] = field(default_factory=dict)  # KernelEntry.launch_path of the kernel, by output dtype
     fused_matmul: str = "never"  # when the fused matmul runs on this GPU, in words
 
     @property
@@ -266,11 +266,13 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
-    """Return the state that a target has in a training on this machine, with the reason as its note.
+    """Return the status that a target would have in a training on this machine. Its note says why.
 
     Args:
-        status: the target's status while the doctor had the patch on.
+        release: the installed release of the target's library, or "".
+        status: the target's status in this process, taken while ``examine_targets`` had the patch on.
         failure: why the import of the target's library failed, or "".
+        config: the configuration that the environment variables set.
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)

@@ -1,4 +1,4 @@
-"""Functions that compute X @ W.T with a 4-bit W, to compare the fused matmul with, and their errors against fp64."""
+"""Comparisons for the fused matmul: other functions that compute X @ W.T with a 4-bit W, and the product in fp64."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Functions = dict[str, Callable[..., Any]]  # by name; each takes (packed, quant_
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # for one row only
 DEQUANTIZE = "dequantize + matmul"
-# Our error against fp64 may be this many times the error of the original. Only the order of additions differs, because both
-# round everything else in the same way.
+# SLACK: the error of the fused matmul against fp64 may be this many times the error of dequantize + matmul. The two
+# errors differ a little, because the fused matmul adds in a different order.
 SLACK = 1.01
 
 

@@ -1,7 +1,7 @@
-"""GPU time by replays of CUDA graphs that overflow the L2 cache, for the benchmarks.
+"""Measure GPU time for the benchmarks, by replays of CUDA graphs. The weights in a graph overflow the L2 cache.
 
-The variants of a row are measured alternately, so that changes of clock rate or load affect all of them alike. The noise of a
-variant is the difference between its odd and its even rounds.
+The variants in a row of a result table are timed alternately, so that changes of clock rate or load affect all of them
+alike. The noise of a variant is the relative difference between the medians of its odd and its even rounds.
 """
 
 from __future__ import annotations
