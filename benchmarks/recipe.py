@@ -88,6 +88,7 @@ def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
 
 def dense(layers: int) -> Recipe:
     sides = sides_of({"peft": Side(STOCK, None)})
+    sides[f"{UNSLOTH}, graphs"] = Side(UNSLOTH, GRAPHS)
     sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
     if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
         sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}

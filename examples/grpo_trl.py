@@ -9,7 +9,8 @@ so what can gain is generation. Its results are as accurate and not the same bit
 passes over more rows than it covers keep their bits, and --matmul off leaves every bit. All completions have --tokens
 tokens, so that every run does the same work. TRL computes its loss in a Triton kernel and therefore needs a GPU.
 
-With --continuous, transformers' continuous batching generates the rollouts, in CUDA graphs. Then a token does not wait for Python.
+With --graphs auto, training steps and rollouts replay CUDA graphs, so that the GPU does not wait for Python. For the rollouts
+that takes a static cache.
 """  # fmt: skip
 
 import argparse
@@ -32,12 +33,12 @@ parser.add_argument("--prompts", type=int, default=2, help="of a step")
 parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
 parser.add_argument("--tokens", type=int, default=64, help="of a completion")
 parser.add_argument("--matmul", default="auto", choices=("auto", "off"))
-parser.add_argument("--continuous", action="store_true", help="generate with continuous batching")
+parser.add_argument("--graphs", default="off", choices=("auto", "off"))
 parser.add_argument("--json", metavar="FILE")
 args = parser.parse_args()
 require_triton(parser)
 
-import nf4_patch; nf4_patch.enable(matmul=args.matmul)  # fmt: skip  # the one line
+import nf4_patch; nf4_patch.enable(matmul=args.matmul, graphs=args.graphs)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
@@ -58,14 +59,6 @@ def lower_case(completions: list[str], **_) -> list[float]:
     return [sum(map(str.islower, completion)) / max(1, len(completion)) for completion in completions]
 
 
-# no completion ends before the maximum
-rollouts = {"generation_kwargs": {"min_new_tokens": args.tokens}}
-if args.continuous:
-    rollouts = {
-        "generation_kwargs": {"eos_token_id": -1},
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"use_cuda_graph": True, "max_memory_percent": 0.3},
-    }
 record = Record()
 trainer = GRPOTrainer(
     model=model,
@@ -80,8 +73,9 @@ trainer = GRPOTrainer(
         gradient_accumulation_steps=1,
         num_generations=args.generations,
         max_completion_length=args.tokens,
+        generation_kwargs={"min_new_tokens": args.tokens},  # no end before the maximum
+        cache_implementation="static" if args.graphs == "auto" else None,
         use_vllm=False,
-        **rollouts,
         gradient_checkpointing=True,
         learning_rate=1e-3,
         use_cpu=device == "cpu",
@@ -95,18 +89,17 @@ trainer = GRPOTrainer(
     callbacks=[record],
 )
 
-name = "generate_batch" if args.continuous else "generate"
-generate, seconds = getattr(trainer.model, name), []  # of generation, by step
+generate, seconds = trainer.model.generate, []  # of generation, by step
 
 
-def timed(*inputs, **options):
+def timed(**inputs) -> torch.Tensor:
     begin = now()
-    completions = generate(*inputs, **options)
+    completions = generate(**inputs)
     seconds.append(now() - begin)
     return completions
 
 
-setattr(trainer.model, name, timed)
+trainer.model.generate = timed
 trainer.train()
 
 log = [entry for entry in trainer.state.log_history if "reward" in entry]

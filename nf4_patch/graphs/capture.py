@@ -172,8 +172,8 @@ class Task(NamedTuple):
     """What to capture: a layer, with the arguments of one call."""
 
     layer: nn.Module
-    # a function that calls the layer. Its arguments are the checkpoint function to use, x, and the other tensors
-    function: Callable[[Callable[..., Any], Tensor, list[Tensor]], Any]
+    # a function that calls the layer. Its arguments are the checkpoint function or the StaticCache to use, x, and the other tensors
+    function: Callable[[Any, Tensor, list[Tensor]], Any]
     x: Tensor
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
@@ -586,7 +586,7 @@ class GraphedForward(GraphedLayer):
 
     def result_of(self, task: Task, x: Tensor) -> Tensor:
         with task.environment.entered():
-            return self.first_of(task.function(checkpoint, x, [slot.buffer for slot in self.slots]), task)
+            return self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
 
     def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
         """Run the forward once. Note which layers of the static cache it wrote, and take back the number of tokens.

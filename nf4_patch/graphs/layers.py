@@ -405,7 +405,8 @@ def graphed(target: Target, original: Function) -> Function:
             options = tuple(switch.config.options.items())  # type: ignore[union-attr]
             plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
             layouts = signature(args, tensors), signature(plain, tensors)
-            mode = x.requires_grad, is_compiled(self, static_cache)
+            # TRL makes the embeddings require a gradient, also where a model generates
+            mode = x.requires_grad and static_cache is None, is_compiled(self, static_cache)
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
@@ -418,9 +419,7 @@ def graphed(target: Target, original: Function) -> Function:
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:
-                graph = captured(
-                    self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f, static_cache)
-                )
+                graph = captured(self, key, lambda f: task_of(self, args, plain, tensors, environment, f, static_cache))
             except Exception as error:  # recorded, so that later calls do not try the capture again
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
@@ -443,14 +442,14 @@ def graphed(target: Target, original: Function) -> Function:
         self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
         static_cache: Any,
     ) -> Task:  # fmt: skip
-        def function(checkpointed: Function, x: Tensor, buffers: list[Tensor]) -> Any:
+        def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
             replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
-            if static_cache is not None:
-                return original(self, *replace(args), **replace(kwargs))
-            return through(self, checkpointed, replace(args), replace(kwargs))
+            if generates:
+                return original(self, *replace(args), **{**replace(kwargs), "past_key_values": given})
+            return through(self, given, replace(args), replace(kwargs))
 
-        compiled = is_compiled(self, static_cache)
+        generates, compiled = static_cache is not None, is_compiled(self, static_cache)
         return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:

@@ -88,11 +88,11 @@ def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
 
 
 def holds(release: str, condition: str) -> bool:
-    """Return whether a release meets a specifier such as ">= 0.50". Every release meets "".
+    """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
 
-    A development, post or local release counts as the release that it belongs to.
+    A development, post or local release counts as the release that it belongs to. The release "" (not installed) meets none.
     """
-    return SpecifierSet(condition).contains(Version(release).base_version)
+    return bool(release) and SpecifierSet(condition).contains(Version(release).base_version)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:

@@ -683,6 +683,93 @@ def test_interrupt_in_a_capture():
     assert found["replays"] > 0
 
 
+# --- generation ---
+
+
+def generated(model: Any, length: int = 12, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the tokens after a prompt, and the logits of each."""
+    prompt = tokens(0, 6)
+    result = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, min_new_tokens=length,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+    return result.sequences[:, 6:], torch.stack(result.logits)
+
+
+def rollouts(model: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """Rollouts as in TRL's GRPO, with a training step after each: checkpointing is off while the model generates."""
+    optimizer = optimizer_of(model, lr=1e-2)
+    found = []
+    for step in range(4):
+        model.gradient_checkpointing_disable()
+        torch.manual_seed(step)
+        found.append(generated(model, disable_compile=True, **options))
+        model.gradient_checkpointing_enable()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(input_ids=tokens(step), labels=tokens(step), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("sample", [False, True])
+def test_generation_with_a_static_cache(sample, dropout):
+    """Each rollout has a static cache of its own. Its decode steps replay, with the adapter of the last optimizer step."""
+    options = {"cache_implementation": "static", "do_sample": sample}
+    with nf4_patch.enabled():
+        eager = rollouts(model_of(lora_dropout=dropout), **options)
+    before = graphs.replays
+    counters.reset()
+    with nf4_patch.enabled(graphs="auto"):
+        graphed = rollouts(model_of(lora_dropout=dropout), **options)
+    for ours, theirs in zip(graphed, eager, strict=True):
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    reasons = {reason for (target, reason) in counters.fallbacks if target == TARGET}
+    assert reasons == {Reason.GRAPH_NEW_SHAPE}
+    # of eleven decode steps, two run eagerly, or three once the training has graphs too; of four training steps, two
+    assert graphs.replays - before == 3 * (9 + 9 + 9 + 8 + 2)
+
+
+def test_generation_without_a_static_cache():
+    model = model_of()
+    counters.reset()
+    with nf4_patch.enabled(graphs="auto"):
+        rollouts(model)
+    assert counters.fallbacks[TARGET, Reason.GRAPH_NOT_CHECKPOINTED] == 3 * 4 * 12
+
+
+def test_a_static_cache_that_moves():
+    """Beams are reordered between the steps, into other tensors."""
+    model = model_of(inputs=False).eval()
+    options = {"cache_implementation": "static", "disable_compile": True, "do_sample": False, "num_beams": 2}
+    with nf4_patch.enabled():
+        eager = generated(model, 20, **options)
+    with nf4_patch.enabled(graphs="auto"):
+        for _ in range(2):
+            found = generated(model, 20, **options)
+            assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1])
+
+
+def test_sliding_windows_generate_eagerly():
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=512, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+        dtype="bfloat16", pad_token_id=0,
+    )  # fmt: skip
+    model = model_of(config=config, inputs=False).eval()
+    options = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
+    with nf4_patch.enabled():
+        eager = generated(model, **options)
+    before = graphs.replays
+    with nf4_patch.enabled(graphs="auto"):
+        found = generated(model, **options)
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and graphs.replays == before
+
+
 def test_reasons():
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
@@ -758,6 +845,15 @@ def test_the_experts_state_is_another():
 
 
 # --- what people run ---
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_unsloth():
+    pytest.importorskip("unsloth")
+    program = Path(__file__).parents[1] / "programs" / "graphed_unsloth.py"
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and result.stdout.endswith("equal\n"), result.stderr[-3000:]
 
 
 @pytest.mark.gpu

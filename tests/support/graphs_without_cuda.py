@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -68,11 +69,12 @@ class GraphedForward:
     """As nf4_patch.graphs.capture.GraphedForward, but nothing is captured."""
 
     def __init__(self, pool: Any, task: Any):
-        self.pool, self.task, self.fingerprint, self.alive, self.others = pool, task, task.fingerprint, True, None
+        self.pool, self.fingerprint, self.alive, self.others = pool, task.fingerprint, True, None
+        self.static_cache, self.task = weakref.ref(task.static_cache), task._replace(static_cache=None)
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
         with self.task.environment.entered():
-            return self.task.function(None, x, tensors).clone()
+            return self.task.function(self.static_cache(), x, tensors).clone()
 
     is_in_place, reset = GraphedLayer.is_in_place, GraphedLayer.reset
 

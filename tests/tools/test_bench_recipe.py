@@ -29,7 +29,10 @@ def test_each_side_adds_one_switch():
         "adamw_torch_fused", "paged_adamw_8bit",
     ]  # fmt: skip
     mixture = recipe.mixture().sides
-    assert [*mixture] == ["16-bit experts", *[name for name in sides if name not in ("peft", "unsloth, block graphs")]]
+    assert [*mixture] == [
+        "16-bit experts",
+        *[name for name in sides if name not in ("peft", "unsloth, graphs", "unsloth, block graphs")],
+    ]
     assert all(side.options is None or side.options["experts"] == "4bit" for side in mixture.values())
 
 

@@ -146,6 +146,14 @@ CONCLUSIONS = [
 ]  # fmt: skip
 
 
+def test_doctor_without_a_library():
+    """Each function of a library that is not installed is absent, whatever else is known about it."""
+    for target in TARGETS:
+        status = TargetStatus(target.name, State.WAITING)
+        found = doctor.judge(target, "", status, "", Config.read())
+        assert found.state is State.ABSENT and found.note == f"{target.library} is not installed"
+
+
 WORKS = doctor.DoctorReport("", {"bitsandbytes": "0.50.2"}, [gpu()], "", rows(State.PATCHED), [], [])
 
 

@@ -1,0 +1,47 @@
+"""Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import unsloth  # before transformers, as Unsloth requires
+
+import torch
+
+import nf4_patch
+from benchmarks.models import Shape, config_of
+from benchmarks.step import unsloth_model
+from benchmarks.training import optimizer_of, trained
+
+model = unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)))
+tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
+
+
+def training(**options):
+    optimizer, losses = optimizer_of(model, lr=1e-3), []  # sets the adapters to the same numbers
+    with nf4_patch.enabled(**options):
+        before = nf4_patch.status().graphs.replays
+        for batch in tokens:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        replays = nf4_patch.status().graphs.replays - before
+    return losses, [parameter.detach().clone() for parameter in trained(model)], replays
+
+
+def same(one, other):
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+training()  # compiles
+want = training()
+assert same(training(), want), "two eager trainings differ"
+for _ in range(2):
+    found = training(graphs="auto")
+    assert found[2] == 3 * (len(tokens) - 2), found[2]
+    assert same(found, want), (found[0], want[0])
+print("equal")
