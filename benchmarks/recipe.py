@@ -58,7 +58,7 @@ FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 class Side(NamedTuple):
     kind: str  # kind of model, as in benchmarks.step
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
-    optimizer: str = "adamw_torch"  # see training.optimizer_of
+    optimizer: str = FUSED_ADAMW  # transformers' default, see training.optimizer_of
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -79,10 +79,8 @@ def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
         "fused": Side(LIGER, common | FUSED),
         "graphs": Side(LIGER, best),
         "cache": Side(LIGER, best | CACHE),
-        "fused optimizer": Side(LIGER, best | CACHE, FUSED_ADAMW),
         "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
         UNSLOTH: Side(UNSLOTH, None),
-        f"{UNSLOTH}, fused optimizer": Side(UNSLOTH, None, FUSED_ADAMW),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -140,8 +141,15 @@ class Generating:
         return time.perf_counter() - begin
 
 
-def generation(shape: Any, batches: Iterable[int], tokens: int, tell: Progress = silent) -> tuple[list[Any], list[str]]:
-    """Return the rows of ``generate`` for the sides whose libraries are installed, and what failed."""
+def generation(
+    shape: Any, batches: Iterable[int], tokens: int, seconds: float = math.inf, tell: Progress = silent
+) -> tuple[list[Any], list[str]]:
+    """Return the rows of ``generate`` for the sides whose libraries are installed, and what failed.
+
+    Args:
+        seconds: no round begins later than this after the call.
+    """
+    begin = time.monotonic()
     sides = {n: side for n, side in SIDES.items() if importlib.util.find_spec(LIBRARIES.get(side.kind, "peft"))}
     processes = {name: Process(partial(Generating, side, shape)) for name, side in sides.items()}
     rows: list[dict[str, Any]] = []
@@ -165,16 +173,17 @@ def generation(shape: Any, batches: Iterable[int], tokens: int, tell: Progress =
                 ask(name, "warm_up", batch, tokens)
             taken: dict[str, list[float]] = {name: [] for name in sides}
             for _ in range(ROUNDS):
-                for name in sides:
-                    if (seconds := ask(name, "seconds", batch, tokens)) is not None:
-                        taken[name].append(seconds)
-            for name, found in taken.items():
-                if found:
-                    median = statistics.median(found)
+                for name in sides if time.monotonic() - begin < seconds else ():
+                    if (found := ask(name, "seconds", batch, tokens)) is not None:
+                        taken[name].append(found)
+                        tell(f"{batch} sequences, {name}: {batch * tokens / found:.0f} tokens per second")
+            for name, times in taken.items():
+                if times:
+                    median = statistics.median(times)
                     rows.append(
                         {
                             "what": "generate", "side": name, "batch": batch, "layers": shape.num_hidden_layers,
-                            "tokens_s": batch * tokens / median, "spread": (max(found) - min(found)) / median,
+                            "tokens_s": batch * tokens / median, "spread": (max(times) - min(times)) / median,
                         }
                     )  # fmt: skip
     finally:
@@ -200,11 +209,11 @@ def grpo(seconds: float, tell: Progress = silent) -> tuple[list[Any], list[str]]
             command = [sys.executable, str(GRPO), "--model", folder, "--json", str(file), *words]
             command += ["--steps", "5", "--prompts", "8", "--generations", "8", "--tokens", "256"]
             result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
-            tell(result.stdout[-1500:])
             if result.returncode:
                 failures.append(f"GRPO, {name}: {result.stderr[-800:]}")
                 continue
             found = json.loads(file.read_text())["rollouts"]
+            tell(f"GRPO, {name}: {found['step']:.2f} s")
             rows.append(
                 {
                     "what": "grpo", "side": name, "step_s": found["step"], "generation_s": found["generation"],
@@ -216,7 +225,7 @@ def grpo(seconds: float, tell: Progress = silent) -> tuple[list[Any], list[str]]
 
 @click.command()
 @click.option("--what", type=click.Choice(["generate", "grpo", "both"]), default="both", show_default=True)
-@click.option("--seconds", type=float, default=600.0, help="Begin no side of GRPO later than this.")
+@click.option("--seconds", type=float, default=600.0, help="Begin no round, and no side of GRPO, later than this.")
 @click.pass_obj
 def command(tell: Progress, what: str, seconds: float) -> Rollouts:
     """Measure tokens per second of ``generate`` with an adapter, and steps of GRPO."""
@@ -225,7 +234,7 @@ def command(tell: Progress, what: str, seconds: float) -> Rollouts:
     rows: list[Any] = []
     failures: list[str] = []
     if what != "grpo":
-        rows, failures = generation(llama(LAYERS), BATCHES, TOKENS, tell)
+        rows, failures = generation(llama(LAYERS), BATCHES, TOKENS, seconds, tell)
     if what != "generate":
         more, failed = grpo(seconds, tell)
         rows, failures = rows + more, failures + failed

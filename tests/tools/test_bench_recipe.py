@@ -25,9 +25,7 @@ def test_each_side_adds_one_switch():
     assert all(before.items() <= after.items() for before, after in itertools.pairwise(options))
     assert [*options[-1]] == ["lora", "graphs", "cache"] and sides["peft"].options is None
     assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 4]
-    assert [sides[f"{kind} optimizer"].optimizer for kind in ("fused", "paged")] == [
-        "adamw_torch_fused", "paged_adamw_8bit",
-    ]  # fmt: skip
+    assert [sides[name].optimizer for name in ("cache", "paged optimizer")] == ["adamw_torch_fused", "paged_adamw_8bit"]
     mixture = recipe.mixture().sides
     assert [*mixture] == [
         "16-bit experts",
@@ -40,7 +38,7 @@ def test_each_side_adds_one_switch():
 def test_each_side_has_a_process_with_its_optimizer():
     """The processes are real. A side that cannot be switched on, and one whose process ends, are named."""
     sides = {
-        "patch": Side(STOCK, {}), "fused optimizer": Side(STOCK, {}, recipe.FUSED_ADAMW),
+        "patch": Side(STOCK, {}, "adamw_torch"), "fused optimizer": Side(STOCK, {}),
         "broken": Side(STOCK, {"cache": "much"}),
     }  # fmt: skip
     report = recipe.measure(Recipe("tiny", 2, sides, [(1, 16), (1, 24)], TINY), rounds=2)
