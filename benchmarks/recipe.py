@@ -47,7 +47,7 @@ from nf4_patch.tools.report import Progress, require_gpu, require_patch, silent
 
 METHOD = (
     "Each side has a process; sides alternate. A round times three steps without a synchronization in between, three times per length."
-    " wall_ms: median of all rounds, per step; wall_spread: (largest - smallest) / median. gpu_ms: sum of kernels and copies, median."
+    " wall_ms: median of all rounds, per step; wall_spread: (third - first quartile) / median. gpu_ms: sum of kernels and copies, median."
     " peak_gib, reserved_gib: memory that PyTorch allocated, and reserved on the GPU, at the peak. losses: of ten steps that learn."
     " Timed steps include the optimizer, at a learning rate of 0."
 )
@@ -250,11 +250,11 @@ def row_of(
     recipe: Recipe, side: str, size: Size, results: Sequence[Mapping[str, Any]], peak_gib: float, reserved_gib: float
 ) -> dict[str, Any]:
     walls, gpu = [wall for each in results for wall in each["walls"]], [each["gpu"] for each in results]
-    wall_ms, gpu_ms = statistics.median(walls), statistics.median(gpu)
+    (first, wall_ms, third), gpu_ms = statistics.quantiles(walls, n=4), statistics.median(gpu)
     return {
         "model": recipe.model, "layers": recipe.layers, "side": side, "tokens": size[0] * size[1],
         "gpu_ms": gpu_ms, "gpu_spread": (max(gpu) - min(gpu)) / (gpu_ms or 1),
-        "wall_ms": wall_ms, "wall_spread": (max(walls) - min(walls)) / wall_ms,
+        "wall_ms": wall_ms, "wall_spread": (third - first) / wall_ms,
         "launches": results[-1]["launches"], "peak_gib": peak_gib, "reserved_gib": reserved_gib, "rounds": len(results),
     }  # fmt: skip
 

@@ -39,10 +39,14 @@ WORDS = {  # side of the data -> row of a table
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
     "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
+    "unsloth, graphs": 'Unsloth, `enable(graphs="auto")`',
+    "bitsandbytes and peft": "bitsandbytes and peft",
+    "bitsandbytes and peft, static cache": "bitsandbytes and peft, static cache",
     "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',
     "bnb plain": "bitsandbytes, no adapter", "enable plain": "`enable()`, no adapter",
     "auto plain": '`enable(matmul="auto")`, no adapter', "dense": "adapter merged into 16-bit weights",
 }  # fmt: skip
+WALL_NOISE = 0.3
 Record = dict[str, Any]
 
 
@@ -119,15 +123,25 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
 def speedups(name: str, ours: str, other: str) -> list[Record]:
     """Return how many times as fast one side of a data file is as another, by length and clock.
 
-    Differences below 2 % are called noise, because a file may have a single round. Wall-clock times vary between runs,
-    so their noise counts twice.
+    Differences of GPU time below 2 % are called noise, because a file may have a single round. So are differences of
+    wall-clock time below 30 %, because the median of a step that waits for Python differs between hosts and between sides
+    that do the same work.
     """
     found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
     for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
-        for clock, field, tolerance in ((GPU_TIME, "gpu", 1), (WALL_TIME, "wall", 2)):
-            noise = max(0.02, *(tolerance * each[f"{field}_spread"] for each in (row, base)))
+        for clock, field, noise in ((GPU_TIME, "gpu", 0.02), (WALL_TIME, "wall", WALL_NOISE)):
+            noise = max(noise, *(each["gpu_spread"] for each in (row, base))) if field == "gpu" else noise
             found.append(row | {"clock": clock, "speedup": times(base[f"{field}_ms"] / row[f"{field}_ms"], noise)})
     return found
+
+
+def rollouts(ours: str, other: str) -> list[Record]:
+    """Return how many times as fast one side generates as another, by number of sequences."""
+    theirs = {row["batch"]: row for row in records("rollouts", side=other, what="generate")}
+    return [
+        row | {"clock": WALL_TIME, "speedup": times(row["tokens_s"] / theirs[row["batch"]]["tokens_s"], WALL_NOISE)}
+        for row in records("rollouts", side=ours, what="generate")
+    ]
 
 
 BILLIONS = {"Qwen3-30B-A3B": 30.53, "gpt-oss-20b": 20.9, "Gemma-4-26B-A4B": 25.2, "GLM-4.5-Air": 106.9}  # parameters
@@ -155,6 +169,7 @@ def figure(text: str, **where: Any) -> str:
 
 
 LIGER, CACHE = "and `use_liger_kernel=True`", '`enable(cache="auto")`'
+STATIC = '`enable(matmul="auto", graphs="auto")` and `cache_implementation="static"`'
 GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is trained, what to type, compared with, records
     ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused")` {LIGER}', "peft, experts in 16 bits",
      partial(speedups, "recipe-moe", "fused", "16-bit experts")),
@@ -162,10 +177,14 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
      partial(speedups, "recipe-moe", "graphs", "unsloth")),
     ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      partial(speedups, "recipe", "graphs", "unsloth")),
+    ("Unsloth, a dense model", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe", "unsloth, graphs", "unsloth")),
+    ("rollouts with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
+    ("rollouts with LoRA, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
+     partial(rollouts, "graphs", "bitsandbytes and peft")),
     ("4-bit generation, compiled, 1 / 8 / 32 sequences", '`enable(matmul="auto")`', "bitsandbytes",
      partial(records, "generate", side="stock", setting="compiled")),
 ]  # fmt: skip
@@ -212,7 +231,8 @@ def sides(name: str, heading: str, **where: Any) -> str:
 
 
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}"}
-GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, block graphs")}
+GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
+ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
 GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
@@ -229,7 +249,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         (run | dict.fromkeys((*RELEASES, "wrapt"), "") | run["releases"] for run in load("releases.json")),
         {"on": "{place}", "run": "{cell}", **{name: f"{{{name}}}" for name in (*RELEASES, "wrapt")},
          "result": "{result}"}),
-    "first-gains": partial(gains, 5),
+    "first-gains": partial(gains, 6),
     "gains": gains,
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
@@ -248,10 +268,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
         records("step-experts-4bit", section="frozen experts"),
         {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
     "graphs": lambda: pivot(
-        [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-moe") if row["side"] in GRAPHS],
+        [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-16") + records("recipe-moe") if row["side"] in GRAPHS],
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
-    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-moe")},
+    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
+    "rollouts": lambda: pivot(
+        [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="generate")],
+        {"tokens per second, wall-clock": "{words}"}, {"{batch} sequences": "{tokens_s:,.0f}"}),
+    "grpo": lambda: pivot(
+        [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
+        {"seconds": "{words}", "a step": "{step_s:.2f}", "rollout": "{generation_s:.2f}", "rest of the step": "{rest_s:.2f}"}),
     "every-mixture": lambda: pivot(
         ({"name": name, **row} for name, row in sorted(load("mixtures.json")["mixtures"].items())),
         {"packed": "{packed}", "saved and loaded": "{reload}", "merged": "{merge}", "dequantized and saved": "{export}",

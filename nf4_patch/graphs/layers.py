@@ -1,4 +1,4 @@
-"""Run checkpointed decoder layers as CUDA graphs: decide which calls replay a graph, and connect replays to autograd."""
+"""Run decoder layers as CUDA graphs: decide which calls replay a graph, and connect the replays of a training to autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``graphs="auto"``: decoder layers with gradient checkpointing run as CUDA graphs."""
+"""``graphs="auto"``: decoder layers run as CUDA graphs, in training with gradient checkpointing and in generation."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def lines(graphs: GraphsStatus) -> list[str]:
 
 GRAPHS = Option(
     "NF4_PATCH_GRAPHS", ("off", "auto"), "off",
-    "auto: decoder layers run as CUDA graphs while a model trains with gradient checkpointing, so that the GPU does not wait for "
-    "Python. Results are bit-identical.",
+    "auto: decoder layers run as CUDA graphs while a model trains with gradient checkpointing, or generates with a static cache, so "
+    "that the GPU does not wait for Python. Results are bit-identical.",
     on="auto",
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
             (("self", "args", "kwargs"),), ".graphs.layers:graphed",
-            'decoder layers with gradient checkpointing run as CUDA graphs, with enable(graphs="auto") only',
+            'decoder layers run as CUDA graphs in training with gradient checkpointing and in generation with a static cache, with '
+            'enable(graphs="auto") only',
             option="graphs", uncounted="status().graphs counts its replays",
         ),
     ),

@@ -97,8 +97,8 @@ class Reason(enum.Enum):
     )
     GRAPH_NEW_SHAPE = "the decoder layer has not been called often enough with inputs of this shape to be captured"
     GRAPH_NOT_CHECKPOINTED = (
-        "the decoder layer runs without gradient checkpointing, in evaluation mode or without gradients",
-        "train with gradient_checkpointing=True",
+        "the decoder layer runs without gradient checkpointing, in evaluation mode or without gradients, and without a static cache",
+        'train with gradient_checkpointing=True, and generate with cache_implementation="static"',
     )
     GRAPH_CHECKPOINT = "the decoder layer's checkpoint is not PyTorch's, or has a context_fn or other options"
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
