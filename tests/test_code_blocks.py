@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OUTPUT = ("text", "{toctree}", "{eval-rst}", "{include}")  # shown, not typed
 MIXTURE = "Qwen/Qwen3-30B-A3B"  # a tiny one is loaded in its place
+PACKED = "qwen3-30b-4bit"  # and the tiny one packed, unless the block saves it
 ADAPTER = "my-adapter"  # and one of the tiny one
 TRAIN = """
 import torch, bitsandbytes
@@ -120,6 +121,12 @@ def checkpoint_of_experts(folder: Path) -> str:
     return str(folder / "experts")
 
 
+def packed_checkpoint_of_experts(folder: Path) -> str:
+    with nf4_patch.enabled(experts="4bit"):
+        load_4bit(checkpoint_of_experts(folder), "cpu").save_pretrained(folder / "packed")
+    return str(folder / "packed")
+
+
 def adapter(folder: Path) -> str:
     from peft import LoraConfig, get_peft_model
 
@@ -176,6 +183,8 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         code = block.text
         if not torch.cuda.is_available():
             code = code.replace('"cuda"', '"cpu"').replace("SFTConfig(", "SFTConfig(use_cpu=True, output_dir=")
+        if PACKED in code and "save_pretrained" not in code:
+            code = code.replace(PACKED, packed_checkpoint_of_experts(tmp_path))
         if MIXTURE in code:
             code = code.replace(MIXTURE, checkpoint_of_experts(tmp_path))
         if ADAPTER in code:
