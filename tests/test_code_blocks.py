@@ -76,13 +76,13 @@ ELSEWHERE = {
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
     "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
-        "loads 61 GB; of tiny models: integration/test_examples.py"
+        "takes 100 GB; of tiny models: integration/test_examples.py"
     ),
     f"python examples/qlora_moe.py --model {MIXTURE} --attention-only --checkpointing --packed qwen3-30b-4bit --out {ADAPTER}": (
         "needs a GPU of 24 GB; of a tiny model: integration/test_examples.py"
     ),
     f"python examples/merge_adapter.py --model qwen3-30b-4bit --adapter {ADAPTER} --out merged --device cpu": (
-        "takes 61 GB; of a tiny model: integration/test_examples.py"
+        "takes 100 GB; of a tiny model: integration/test_examples.py"
     ),
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
     "scripts/test": "is this run: see .ci/run",
