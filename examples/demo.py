@@ -1,10 +1,10 @@
-"""QLoRA with peft, without the patch and with it: the same losses and the same adapter, to the bit.
+"""Train with peft, without the patch and with it, and show that losses and adapter are bit-identical.
 
-    scripts/demo               # installs what this needs, then runs it
-    python examples/demo.py    # on a GPU four layers of a Llama-3.1-8B, without one a tiny Llama
+    scripts/demo               # installs the libraries, then runs the demo
+    python examples/demo.py    # trains four layers of Llama-3.1-8B on a GPU, or a tiny Llama without one
 
-The model is random and the text is text.txt: nothing is downloaded. A training is qlora_peft.py in a process of its own.
-Exits with 1 where something differs.
+The model has random weights and the text is text.txt, so nothing is downloaded. Each training runs qlora_peft.py in a new process.
+The exit code is 1 if losses or adapters differ.
 """  # fmt: skip
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from matplotlib.figure import Figure
 
 GPU = torch.cuda.is_available()
-# Of 2048 rows bitsandbytes 0.50 dequantizes in the forward on every GPU; for fewer it may have a kernel that does not.
+# With 2048 rows, bitsandbytes 0.50 dequantizes in the forward on every GPU. For fewer rows, its fused kernel may run.
 BATCH = ("--rows", "4", "--tokens", "512") if GPU else ("--rows", "1", "--tokens", "64")
 NAMES = {False: "without the patch", True: "with the patch"}
-# Nothing that is set here switches the patch. Without a GPU the kernel runs in Triton's interpreter, as in the tests.
+# NF4_* variables of the user must not switch the patch. Without a GPU, the kernel runs in Triton's interpreter.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("NF4_")}
 ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
 ENVIRONMENT |= {} if GPU else {"PYTHONPATH": str(Path(__file__).parents[1] / "tests" / "support" / "interpreted")}
@@ -44,10 +44,10 @@ def pack(folder: str) -> None:
 
 
 def train(folder: str, steps: int, patched: bool) -> dict:
-    """What qlora_peft.py records: losses, seconds, a digest of the adapter, hits and fallbacks."""
+    """Run qlora_peft.py. Return its record: losses, seconds, a digest of the adapter, hits and fallbacks."""
     print(f"training {NAMES[patched]}", flush=True)
     script, file = Path(__file__).with_name("qlora_peft.py"), Path(folder, "record.json")
-    # eager: the backward of a fused attention does not always add in the same order
+    # eager, because the backward of a fused attention does not always add in the same order
     options = ("--model", folder, "--steps", str(steps), *BATCH, "--attention", "eager", "--json", str(file))
     environment = ENVIRONMENT | ({} if patched else {"NF4_PATCH": "0"})
     if subprocess.run([sys.executable, script, *options], env=environment, stdout=subprocess.DEVNULL).returncode:
@@ -56,7 +56,7 @@ def train(folder: str, steps: int, patched: bool) -> dict:
 
 
 def problems(off: list[dict], on: list[dict]) -> list[str]:
-    """What is wrong with the trainings without the patch and with it."""
+    """Return a sentence for each check that failed. ``off`` are trainings without the patch, ``on`` with it."""
     learned = [{(*record["losses"], record["adapter"]) for record in records} for records in (off, on)]
     targets = [target for record in on for target in record["nf4_patch"]["targets"]]
     found = {
@@ -70,7 +70,7 @@ def problems(off: list[dict], on: list[dict]) -> list[str]:
 
 
 def draw(png: str, sides: dict[bool, list[dict]]) -> None:
-    """The loss and, on a GPU, the time of every step of the first training of each side."""
+    """Plot the loss of every step of each side's first training. On a GPU, plot the time of every step too."""
     shown = ("losses", "seconds") if GPU else ("losses",)
     figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
@@ -84,18 +84,18 @@ def draw(png: str, sides: dict[bool, list[dict]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--png", metavar="FILE", default="nf4-patch-demo.png", help="where the picture goes")
+    parser.add_argument("--png", metavar="FILE", default="nf4-patch-demo.png", help="file of the plot")
     args = parser.parse_args()
     if not Path(args.png).absolute().parent.is_dir():
         parser.error(f"--png {args.png}: there is no folder for it")
     if not GPU:
         print(
-            "no NVIDIA GPU: Triton's interpreter runs the kernel, in Python. It proves the bits; the it/s say nothing about speed."
+            "No NVIDIA GPU, so Triton's interpreter runs the kernel in Python. This proves the bits; the it/s say nothing about speed."
         )
     sides: dict[bool, list[dict]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         pack(folder)
-        # In this order a machine that gets faster or slower meanwhile does so for both.
+        # In this order, both sides are affected alike if the machine gets faster or slower.
         for patched in (False, True, True, False) if GPU else (False, True):
             sides[patched].append(train(folder, args.steps, patched))
     off, on = sides.values()

@@ -3,8 +3,8 @@
     python examples/generate.py                                    # a small random Llama, no network
     python examples/generate.py --model meta-llama/Llama-3.2-1B    # a real one
 
-The prompt runs through the patched dequantization; tokens after it do where bitsandbytes dequantizes for them
-(from 5 to 64 rows on, by GPU and dtype), else in its own kernel for few rows.
+The prompt runs through the patched dequantization. For each later token, bitsandbytes dequantizes only if the batch is large enough
+(5 to 64 rows, depending on GPU and dtype). For smaller batches bitsandbytes' own kernel runs, which is not patched.
 """  # fmt: skip
 
 import argparse
@@ -19,7 +19,7 @@ import nf4_patch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
 parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
 parser.add_argument("--new-tokens", type=int, default=32)
 parser.add_argument("--json", metavar="FILE")
@@ -41,7 +41,7 @@ model.eval()
 
 
 def generate(batch: int) -> tuple[torch.Tensor, float]:
-    """The tokens [batch, prompt + new] and the new tokens per second, greedily; the second run of two."""
+    """Generate greedily, twice. Return the tokens [batch, prompt + new] and the new tokens per second of the second run."""
     lines = (text() * (batch // len(text()) + 1))[:batch]
     prompt = tokenizer(lines, return_tensors="pt", padding=True).to(device)
     settings = {"do_sample": False, "min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
@@ -64,10 +64,10 @@ for batch in tqdm(args.batches):
 
 for row in rows:
     verdict = "the same tokens" if row["equal"] else "OTHER TOKENS"
-    if not row["repeats"]:  # a split sum in bitsandbytes' own kernel can end in another order
-        verdict = "stock does not repeat its own tokens: nothing to compare"
+    if not row["repeats"]:  # bitsandbytes' kernel may add partial sums in any order
+        verdict = "two runs without the patch differ, so there is nothing to compare"
     rates = f"{row['stock']:8.1f} -> {row['patched']:8.1f} tokens per second, "
-    print(f"batch {row['batch']:3}: {rates if device == 'cuda' else ''}{verdict}")  # a CPU runs the same code twice
+    print(f"batch {row['batch']:3}: {rates if device == 'cuda' else ''}{verdict}")  # on a CPU, both run the same code
 record.extra["generation"] = rows
 record.finish(json_file=args.json)
 if not all(row["equal"] for row in rows if row["repeats"]):

@@ -1,11 +1,11 @@
-"""Merge a LoRA adapter into the 4-bit weights that it was trained on; save the sum in 16 bits, with the original's names.
+"""Merge a LoRA adapter into the 4-bit weights that it was trained on, and save the sum in 16 bits under the original names.
 
 python examples/merge_adapter.py --out merged                                  # a small random Llama and adapter, no network
-python examples/merge_adapter.py --out merged --model random-qwen-moe          # the same of a mixture of experts
-python examples/merge_adapter.py --out merged --model BASE --adapter ADAPTER   # BASE: what was trained on, or a packed checkpoint
+python examples/merge_adapter.py --out merged --model random-qwen-moe          # the same for a mixture of experts
+python examples/merge_adapter.py --out merged --model BASE --adapter ADAPTER   # BASE: the model that you trained on, or its packed checkpoint
 
-Each 4-bit weight is dequantized once. The result needs neither bitsandbytes nor nf4_patch. A model that is too large for the GPU in
-16 bits: save it packed after training (model.save_pretrained), and give that folder and --device cpu.
+Each 4-bit weight is dequantized once. The result needs neither bitsandbytes nor nf4_patch. If the model in 16 bits is too large for the
+GPU, save it packed after training (model.save_pretrained), and pass that folder with --device cpu.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import nf4_patch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen-moe, or any checkpoint, packed or not")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
-parser.add_argument("--adapter", help="a folder of peft's; by default random weights")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
+parser.add_argument("--adapter", help="folder of peft's adapter; by default, random weights")
 parser.add_argument("--out", metavar="FOLDER", required=True)
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--json", metavar="FILE")
@@ -37,7 +37,7 @@ packed = hasattr(AutoConfig.from_pretrained(path), "quantization_config")
 model = AutoModelForCausalLM.from_pretrained(
     path, dtype=dtype, device_map={"": args.device}, **({} if packed else {"quantization_config": in_4_bits})
 )
-model = model.dequantize()  # first: an adapter added to 4-bit weights is rounded to 4 bits with them
+model = model.dequantize()  # before the merge, because a sum with 4-bit weights would be rounded to 4 bits
 if args.adapter:
     model = PeftModel.from_pretrained(model, args.adapter)
 else:

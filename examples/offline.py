@@ -1,6 +1,6 @@
-"""What an example needs where there is no network: a model with random weights, its tokenizer, and a text.
+"""Make a random model, a tokenizer and a text, so that the examples run without a network.
 
-``checkpoint("random")`` writes a small Llama into a temporary folder; from there on it is an ordinary checkpoint.
+``checkpoint("random")`` saves a small Llama in a temporary folder, as an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import is_liger_kernel_available
 
 RANDOM = {
     "random": "llama", "random-llama": "llama", "random-qwen": "qwen3", "random-gemma": "gemma3_text",
@@ -23,12 +24,12 @@ EXPERTS = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 SIZES = {
-    # A few hundred thousand weights: seconds on a CPU.
+    # A few hundred thousand weights, which train in seconds on a CPU.
     "tiny": {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32,
     },
-    # The first four layers of a Llama-3.1-8B: its own kernels and shapes, 0.9 billion weights.
+    # The shapes of the first four layers of Llama-3.1-8B, 0.9 billion weights.
     "8b-4layers": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128,
@@ -39,12 +40,12 @@ _folders: list[tempfile.TemporaryDirectory] = []  # removed when the process end
 
 
 def text() -> list[str]:
-    """The lines of text.txt."""
+    """Return the lines of text.txt."""
     return Path(__file__).with_name("text.txt").read_text().splitlines()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and the three of SPECIAL."""
+    """Return a tokenizer with one token per byte, plus the tokens of SPECIAL."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,12 +53,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     bos, eos, pad = SPECIAL
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=4096,
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which no Llama takes
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which Llama does not accept
     )  # fmt: skip
 
 
 def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str:
-    """The path of a checkpoint: ``model`` itself, unless it is a key of RANDOM; then one is made in ``folder``."""
+    """Return ``model``. If it is a key of RANDOM, make such a model in ``folder``, by default a temporary one, and return the folder."""
     if model not in RANDOM:
         return model
     if folder is None:
@@ -78,20 +79,26 @@ def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str
 
 
 def compute_dtype() -> torch.dtype:
-    """bfloat16 where the hardware has it; float16 on a T4, where bfloat16 is emulated."""
+    """Return float16 on GPUs that emulate bfloat16, such as a T4, and bfloat16 everywhere else."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16
 
 
 def require_triton(parser: argparse.ArgumentParser) -> None:
-    """For TRL, which computes its loss in a Triton kernel."""
+    """End with an error if Triton's kernels cannot run. TRL computes its loss in such a kernel."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("TRL computes the loss in a Triton kernel: that needs an NVIDIA GPU, or TRITON_INTERPRET=1 (slow)")
+        parser.error("TRL computes its loss in a Triton kernel, which needs an NVIDIA GPU or TRITON_INTERPRET=1 (slow)")
+
+
+def require_liger(parser: argparse.ArgumentParser) -> None:
+    """End with an error if Liger is not installed."""
+    if not is_liger_kernel_available():
+        parser.error("this option needs Liger: pip install liger-kernel")
 
 
 def batches(tokenizer, rows: int, tokens: int, steps: int, device: torch.device | str):
-    """``steps`` batches [rows, tokens] int64 cut from the text, which is repeated as often as it takes."""
+    """Yield ``steps`` batches, int64 [rows, tokens], cut from the text. The text is repeated if it is too short."""
     ids = torch.tensor(tokenizer("\n".join(text())).input_ids)
     for step in range(steps):
         start = step * rows * tokens

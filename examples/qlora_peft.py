@@ -1,8 +1,8 @@
-"""QLoRA with transformers, peft and a plain loop.
+"""Train a 4-bit model with LoRA, using transformers, peft and a plain loop.
 
     python examples/qlora_peft.py                                 # a small random Llama, no network
     python examples/qlora_peft.py --model meta-llama/Llama-3.2-1B # a real one
-    NF4_PATCH=0 python examples/qlora_peft.py                     # the same without the patch
+    NF4_PATCH=0 python examples/qlora_peft.py                     # the same training without the patch
 """  # fmt: skip
 
 import argparse
@@ -18,13 +18,15 @@ import nf4_patch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1)
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--compile", action="store_true", help="torch.compile the whole model")
-parser.add_argument("--attention", help="eager adds in a fixed order in the backward; the default is the fastest")
-parser.add_argument("--cache", help='"auto", or memory to spend on dequantized weights: 6GiB')
+parser.add_argument(
+    "--attention", help="attention of transformers; eager adds in a fixed order in the backward, the default is faster"
+)
+parser.add_argument("--cache", help="memory for dequantized weights: auto, or a size such as 6GiB")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -55,9 +57,7 @@ model.train()
 forward = torch.compile(model) if args.compile else model
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-scaler = torch.amp.GradScaler(
-    device, enabled=compute_dtype() is torch.float16
-)  # small gradients vanish in fp16 without it
+scaler = torch.amp.GradScaler(device, enabled=compute_dtype() is torch.float16)  # small gradients would vanish in fp16
 record = Record()
 progress = tqdm(batches(tokenizer, args.rows, args.tokens, args.steps, device), total=args.steps)
 for ids in progress:

@@ -1,12 +1,13 @@
-"""QLoRA on several GPUs: DDP, or FSDP with the packed weights sharded, so that no GPU ever holds the whole model.
+"""Train a 4-bit model with LoRA on several GPUs: with DDP, or with FSDP, which shards the packed weights among the GPUs.
 
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py                     # DDP, a small random Llama
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2 (torch's fully_shard)
     accelerate launch --config_file examples/fsdp1.yaml --num_processes 2 examples/qlora_torchrun.py
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 examples/qlora_torchrun.py
 
-Under FSDP every process loads and packs the model in its host memory (about 40 GB for a 70B model), and one layer at a time
-goes to the GPU and is sharded there. A checkpoint that was saved packed, with the same quant_storage, is loaded as it is.
+With FSDP, every process loads and packs the model in host memory (about 40 GB for a 70B model). Then one layer at a time is copied to
+the GPU and sharded there, so no GPU ever holds the whole model. A checkpoint that was saved packed with the same quant_storage is
+loaded as it is.
 """  # fmt: skip
 
 import argparse
@@ -29,13 +30,13 @@ import nf4_patch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
 parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP, without accelerate's configuration")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1, help="per process")
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument(
-    "--attention", default="sdpa", choices=("sdpa", "eager"), help="sdpa may not repeat on several GPUs"
+    "--attention", default="sdpa", choices=("sdpa", "eager"), help="with sdpa, two runs on several GPUs may differ"
 )
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
@@ -50,7 +51,7 @@ device = accelerator.device
 by_accelerate = accelerator.distributed_type is DistributedType.FSDP  # fsdp1.yaml or fsdp2.yaml
 sharded = args.fsdp or by_accelerate
 paths = [checkpoint(args.model, args.size) if accelerator.is_main_process else None]
-path = broadcast_object_list(paths)[0]  # a random one is made once
+path = broadcast_object_list(paths)[0]  # one process makes the random model
 tokenizer = AutoTokenizer.from_pretrained(path)
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -88,14 +89,14 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 if args.fsdp:
     mesh = init_device_mesh(device.type, (everyone,))
     for layer in model.get_base_model().model.layers:
-        layer.to(device)  # with its quant_states; the next layer comes when only a shard of this one is left
+        layer.to(device)  # moves its quant_states too; only a shard is left before the next layer follows
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # takes the rest to the GPU
+    fully_shard(model, mesh=mesh)  # moves the rest to the GPU
     optimizer = optimizer_of(model)
 elif by_accelerate and accelerator.is_fsdp2:
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
 else:
-    if by_accelerate:  # FSDP1 shards adapters apart from frozen weights
+    if by_accelerate:  # so that FSDP1 shards adapters and frozen weights separately
         accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer_of(model))
@@ -118,9 +119,9 @@ for ids in progress:
 
 record.extra["processes"] = everyone
 record.extra["hits_by_process"] = accelerator.gather(torch.tensor([nf4_patch.status().hits], device=device)).tolist()
-record.extra["adapter"] = fingerprint(accelerator.unwrap_model(model))  # by every process: FSDP2 gathers for it
+record.extra["adapter"] = fingerprint(accelerator.unwrap_model(model))  # in every process, because FSDP2 gathers
 if accelerator.is_main_process:
     record.finish(json_file=args.json, plot=args.plot)
 accelerator.end_training()
 if "RANK" not in os.environ:
-    print("one process only: start it with torchrun or accelerate launch for several")
+    print("This was a single process. Start the script with torchrun or accelerate launch to use several.")

@@ -1,7 +1,8 @@
-"""QLoRA with trl's SFTTrainer. The patch is the one line that names it.
+"""Train a 4-bit model with LoRA and TRL's SFTTrainer. One line switches the patch on.
 
     python examples/qlora_trl.py                                 # a small random Llama, no network
     python examples/qlora_trl.py --model meta-llama/Llama-3.2-1B # a real one
+    python examples/qlora_trl.py --recipe --tokens 512           # every switch of docs/recipes.md (pip install liger-kernel)
 """  # fmt: skip
 
 import argparse
@@ -9,7 +10,7 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from offline import SIZES, checkpoint, compute_dtype, require_triton, text
+from offline import SIZES, checkpoint, compute_dtype, require_liger, require_triton, text
 from peft import LoraConfig
 from record import Record
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -17,16 +18,26 @@ from trl import SFTConfig, SFTTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument(
+    "--recipe", action="store_true", help="set every switch that docs/recipes.md lists for a dense model"
+)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 require_triton(parser)
+options, switches = {}, {}
+if args.recipe:
+    options = {"lora": "fused", "graphs": "auto", "cache": "auto"}
+    switches = {"use_liger_kernel": True, "optim": "adamw_torch_fused", "pad_to_multiple_of": 64}
+    require_liger(parser)
+    if not torch.cuda.is_available():
+        del switches["use_liger_kernel"]  # Liger's kernels need a GPU
 
-import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
+import nf4_patch; nf4_patch.enable(**options)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
@@ -63,6 +74,7 @@ trainer = SFTTrainer(
         save_strategy="no",
         report_to="none",
         seed=0,
+        **switches,
     ),
     callbacks=[record],
 )

@@ -1,8 +1,8 @@
-"""QLoRA with Unsloth's FastLanguageModel and trl's SFTTrainer. The patch is the one line that names it.
+"""Train a 4-bit model with LoRA, Unsloth's FastLanguageModel and TRL's SFTTrainer. One line switches the patch on.
 
     python examples/qlora_unsloth.py                                    # a small random Llama, no network
     python examples/qlora_unsloth.py --model unsloth/Llama-3.2-1B       # a real one
-    NF4_PATCH_CACHE=auto python examples/qlora_unsloth.py               # with a weight cache of the size that is free
+    NF4_PATCH_CACHE=auto python examples/qlora_unsloth.py               # with a weight cache in free GPU memory
 """  # fmt: skip
 
 import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
-parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a random model")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)

@@ -1,4 +1,4 @@
-"""What every example reports in the end: losses, seconds per step, peak memory, and what nf4_patch did."""
+"""Record losses, seconds per step and peak memory of an example, and report them with ``nf4_patch.status()``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import TrainerCallback
 
 
 def now() -> float:
-    """Seconds of a clock, read when the GPU's queue is empty."""
+    """Wait until the GPU has finished its work, and return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def graphs() -> dict[str, int]:
-    """What torch.compile made in this process: graphs (a recompile adds one), operators in them, breaks."""
+    """Count the graphs that torch.compile made in this process (a recompile adds one), their operators, and graph breaks."""
     from torch._dynamo.utils import counters
 
     stats = counters["stats"]
@@ -34,18 +34,18 @@ def graphs() -> dict[str, int]:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 of every trainable parameter: two runs with the same one learned the same, to the bit."""
+    """Return the SHA-256 of all trainable parameters. If two runs have the same digest, their parameters are bit-identical."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
-            value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP2 shards it
+            value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP2 shards them
             digest.update(name.encode())
             digest.update(value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 class Record(TrainerCallback):
-    """A run's losses and times. Call ``step(loss)`` after every step, or hand it to a Trainer as a callback."""
+    """Losses and times of a run. Call ``step(loss)`` after every step, or pass the record to a Trainer as a callback."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -56,7 +56,7 @@ class Record(TrainerCallback):
         self.clock()
 
     def clock(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         read = now()
         elapsed, self.last = read - getattr(self, "last", read), read
         return elapsed
@@ -90,7 +90,7 @@ class Record(TrainerCallback):
         }
 
     def finish(self, model: torch.nn.Module | None = None, json_file: str | None = None, plot: str | None = None):
-        """Print the run, and write it where ``--json`` and ``--plot`` ask for it."""
+        """Print the results of the run, and write the files of ``--json`` and ``--plot``."""
         if model is not None:
             self.extra["adapter"] = fingerprint(model)
         data = self.as_dict()

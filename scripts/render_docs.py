@@ -145,16 +145,22 @@ def rollouts(ours: str, other: str) -> list[Record]:
 
 
 BILLIONS = {"Qwen3-30B-A3B": 30.53, "gpt-oss-20b": 20.9, "Gemma-4-26B-A4B": 25.2, "GLM-4.5-Air": 106.9}  # parameters
+PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / 64 / 256  # per weight: the code, absmax in 8 bits, and its nested absmax
 ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 
 
 def offload(**where: Any) -> list[Record]:
-    """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes)."""
+    """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
+
+    ``gate_up_gb`` is the size of every ``gate_up_proj`` in 16 bits, two thirds of the experts, if ``in_host`` counts all experts.
+    """
     return [
         run | {
             "dense_gb": 2 * BILLIONS[run["model"]], "packed_gb": (run["loaded"] + run["in_host"]) / 1e9,
             "experts_gb": run["in_host"] / 1e9, "adapters_gb": run["adapters_held"] / 1e9,
             "loading_gb": run["peak_loading"]["reserved"] / 1e9, "training_gb": run["peak"]["reserved"] / 1e9,
+            "gate_up_gb": (gate_up := run["in_host"] / PACKED_BYTES * 2 * 2 / 3 / 1e9),
+            "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
             "card_gb": (run["cap"] * 2**30 or 79.5e9) / 1e9 + 0.5,  # CUDA itself takes half a GB
             "bus_ms": run["fetched"] / run["bus"] * 1e3,
             "lora": "attention" if run["attention_only"] else "attention, experts",
@@ -202,7 +208,7 @@ def requirements() -> str:
     gpu, machine = itemgetter("gpu", "machine")(records("recipe")[0])
     wanted = {*RELEASES, "wrapt"} - {"unsloth"}
     pins = [f"{name}=={release.partition('+')[0]}" for name, release in machine["releases"].items() if name in wanted]
-    return "\n".join([f"These releases were tested together on an {gpu}:\n\n```text", *pins, "click\n```"])
+    return "\n".join([f"These releases were tested together on an {gpu}:\n\n```text", *pins, "packaging", "click\n```"])
 
 
 def sample_of_doctor() -> str:
@@ -294,7 +300,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
         "in host memory, GB": "{experts_gb:.1f}"}),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
-    "host-qwen": partial(figure, "{experts_gb:.0f} GB"),
+    "host-qwen": partial(figure, "{experts_gb:.0f} GB", offload="3GiB"),
+    "dense-qwen": partial(figure, "{dense_gb:.0f} GB"),
+    "split-qwen": partial(figure, "{gate_up_gb:.0f} GB"),
+    "merge-qwen": partial(figure, "{merge_gb:.0f} GB"),
     "card-qwen": partial(figure, "{card_gb:.0f} GB", offload="3GiB"),
     "card-glm": partial(figure, "{card_gb:.0f} GB", model="GLM-4.5-Air"),
     "targets": lambda: pivot(

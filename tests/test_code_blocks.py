@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OUTPUT = ("text", "{toctree}", "{eval-rst}", "{include}")  # shown, not typed
 MIXTURE = "Qwen/Qwen3-30B-A3B"  # a tiny one is loaded in its place
+PACKED = "qwen3-30b-4bit"  # and the tiny one packed, unless the block saves it
 ADAPTER = "my-adapter"  # and one of the tiny one
 TRAIN = """
 import torch, bitsandbytes
@@ -75,13 +76,13 @@ ELSEWHERE = {
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
     "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
-        "loads 61 GB; of tiny models: integration/test_examples.py"
+        "takes 100 GB; of tiny models: integration/test_examples.py"
     ),
     f"python examples/qlora_moe.py --model {MIXTURE} --attention-only --checkpointing --packed qwen3-30b-4bit --out {ADAPTER}": (
         "needs a GPU of 24 GB; of a tiny model: integration/test_examples.py"
     ),
     f"python examples/merge_adapter.py --model qwen3-30b-4bit --adapter {ADAPTER} --out merged --device cpu": (
-        "takes 61 GB; of a tiny model: integration/test_examples.py"
+        "takes 100 GB; of a tiny model: integration/test_examples.py"
     ),
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
     "scripts/test": "is this run: see .ci/run",
@@ -118,6 +119,12 @@ def checkpoint_of_experts(folder: Path) -> str:
     mixture_of_experts(folder, "").save_pretrained(folder / "experts")
     byte_tokenizer().save_pretrained(folder / "experts")
     return str(folder / "experts")
+
+
+def packed_checkpoint_of_experts(folder: Path) -> str:
+    with nf4_patch.enabled(experts="4bit"):
+        load_4bit(checkpoint_of_experts(folder), "cpu").save_pretrained(folder / "packed")
+    return str(folder / "packed")
 
 
 def adapter(folder: Path) -> str:
@@ -176,6 +183,8 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         code = block.text
         if not torch.cuda.is_available():
             code = code.replace('"cuda"', '"cpu"').replace("SFTConfig(", "SFTConfig(use_cpu=True, output_dir=")
+        if PACKED in code and "save_pretrained" not in code:
+            code = code.replace(PACKED, packed_checkpoint_of_experts(tmp_path))
         if MIXTURE in code:
             code = code.replace(MIXTURE, checkpoint_of_experts(tmp_path))
         if ADAPTER in code:

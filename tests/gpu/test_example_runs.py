@@ -52,6 +52,20 @@ def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
     assert on["losses"][-1] == pytest.approx(off["losses"][-1], rel=0.05)
 
 
+def test_recipe(checkpoint, tmp_path):
+    """Every switch of docs/recipes.md at once: layers replay, the cache is read, LoRA runs in one function."""
+    pytest.importorskip("liger_kernel")
+    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    off = run_example("qlora_trl.py", *arguments, folder=tmp_path, patch=False)
+    on = run_example("qlora_trl.py", *arguments, "--recipe", folder=tmp_path)
+    assert on["losses"][:8] == pytest.approx(off["losses"][:8], rel=2**-7)
+    assert on["losses"][-1] == pytest.approx(off["losses"][-1], rel=0.05)
+    status = on["nf4_patch"]
+    assert status["graphs"]["replays"] > 0 and status["cache"]["hits"] > 0
+    (row,) = (row for row in status["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
+    assert row["hits"] > 0 and not row["fallbacks"]
+
+
 def test_demo(tmp_path):
     """The main job: four trainings and their step times."""
     output = run([sys.executable, EXAMPLES / "demo.py", "--steps", 4, "--png", "demo.png"], tmp_path)

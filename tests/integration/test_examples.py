@@ -136,7 +136,12 @@ def test_what_a_mixture_takes_as_its_example_says():
 
 
 @pytest.mark.parametrize(
-    ("script", "option"), [("qlora_trl.py", ""), ("qlora_unsloth.py", ""), ("grpo_trl.py", "matmul=args.matmul")]
+    ("script", "option"),
+    [
+        ("qlora_trl.py", "**options"),
+        ("qlora_unsloth.py", ""),
+        ("grpo_trl.py", "matmul=args.matmul, graphs=args.graphs"),
+    ],
 )
 def test_the_patch_is_one_line(script, option):
     lines = (EXAMPLES / script).read_text().splitlines()
@@ -156,6 +161,29 @@ def test_lora_in_one_function(script, tmp_path):
     (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
     assert row["hits"] >= 4 * 2 * LINEARS and not row["fallbacks"]
     assert on["losses"] == pytest.approx(off["losses"], rel=2**-11) and on["adapter"] != off["adapter"]
+
+
+@pytest.mark.full
+def test_trl_by_the_recipe(tmp_path):
+    """The switches of docs/recipes.md, less Liger, whose kernels need a GPU. The losses are those of the plain run within bf16's noise."""
+    arguments = ("--steps", 3, "--rows", 1, "--tokens", 64)
+    plain, recipe = (run_example("qlora_trl.py", *arguments, *more, folder=tmp_path) for more in ((), ("--recipe",)))
+    assert recipe["losses"] == pytest.approx(plain["losses"], rel=2**-10)
+    (row,) = (row for row in recipe["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
+    assert row["hits"] >= 3 * 2 * LINEARS and not row["fallbacks"]
+    assert recipe["nf4_patch"]["graphs"]["mode"] == recipe["nf4_patch"]["cache"]["mode"] == "auto"
+
+
+def test_the_recipe_is_that_of_its_page():
+    """Every option and argument of the first code block of docs/recipes.md is in the example."""
+    block = (EXAMPLES.parent / "docs" / "recipes.md").read_text().split("```python\n")[1].split("```")[0]
+    calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    script = (EXAMPLES / "qlora_trl.py").read_text()
+    words = [(word.arg, ast.literal_eval(word.value)) for call in calls for word in call.keywords]
+    assert len(words) == 7
+    for name, value in words:
+        literal = str(value) if not isinstance(value, str) else f'"{value}"'
+        assert f'"{name}": {literal}' in script or f"{name}={literal}" in script, name
 
 
 @pytest.mark.full
