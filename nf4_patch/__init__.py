@@ -85,9 +85,9 @@ def enable(
             models loaded from now on. The other experts wait in pinned host memory and are prefetched, with
             bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the default, keeps all
             experts there. Needs ``experts="4bit"``.
-        graphs: "auto" runs decoder layers as CUDA graphs while a model trains with gradient checkpointing or generates with
-            transformers' static cache, so that the GPU
-            does not wait for Python. Results are bit-identical. "off", the default, runs them eagerly.
+        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python: while a model trains
+            with gradient checkpointing, or generates with transformers' static cache. Results are bit-identical. "off",
+            the default, runs them eagerly.
 
     Returns:
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
