@@ -101,12 +101,15 @@ def digits(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None) -> str:
+def pivot(
+    found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None, behind: int = 0
+) -> str:
     """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origin.
 
     Args:
         rows: heading -> format of a record, for the columns of the key.
         columns: format of a heading -> format of a cell. Several cells of the same row and heading are joined.
+        behind: how many columns of the key stand behind the cells, on the right.
     """
     columns, found, table = columns or {}, list(found), dict[tuple[str, ...], dict[str, list[str]]]()
     headings = dict.fromkeys(heading.format_map(record) for heading in columns for record in found)
@@ -114,8 +117,9 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
         cells = table.setdefault(tuple(key.format_map(record) for key in rows.values()), {})
         for heading, cell in columns.items():
             cells.setdefault(heading.format_map(record), []).append(cell.format_map(record))
-    body = [[*key, *(" / ".join(cells.get(each, ())) for each in headings)] for key, cells in table.items()]
-    head, *lines = ("| " + " | ".join(line).replace("|  ", "| ") + " |" for line in ([*rows, *headings], *body))
+    parts = [(key, [" / ".join(cells.get(each, ())) for each in headings]) for key, cells in table.items()]
+    body = [[*key[: len(key) - behind], *cells, *key[len(key) - behind :]] for key, cells in [([*rows], headings), *parts]]
+    head, *lines = ("| " + " | ".join(line).replace("|  ", "| ") + " |" for line in body)
     rule = "|" + "---|" * (len(rows) + len(headings))
     return found[0].get("origin", "") + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
 
@@ -129,7 +133,7 @@ def speedups(name: str, ours: str, other: str) -> list[Record]:
     """
     found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
     for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
-        for clock, field, noise in ((GPU_TIME, "gpu", 0.02), (WALL_TIME, "wall", WALL_NOISE)):
+        for clock, field, noise in ((WALL_TIME, "wall", WALL_NOISE), (GPU_TIME, "gpu", 0.02)):
             noise = max(noise, *(each["gpu_spread"] for each in (row, base))) if field == "gpu" else noise
             found.append(row | {"clock": clock, "speedup": times(base[f"{field}_ms"] / row[f"{field}_ms"], noise)})
     return found
@@ -199,8 +203,8 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
 def gains(count: int | None = None) -> str:
     """Return the table of the first ``count`` rows of GAINS, or of all."""
     found = (record | {"gain": gain, "origin": ""} for gain in GAINS[:count] for record in gain[-1]())
-    rows = {"training": "{gain[0]}", "what to type": "{gain[1]}", "compared with": "{gain[2]}", "GPU": "{gpu}"}
-    return pivot(found, rows, {"{clock}": "{speedup}"})
+    rows = {"training": "{gain[0]}", "compared with": "{gain[2]}", "GPU": "{gpu}", "what to type": "{gain[1]}"}
+    return pivot(found, rows, {"{clock}": "{speedup}"}, behind=2)
 
 
 def requirements() -> str:

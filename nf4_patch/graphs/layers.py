@@ -308,7 +308,9 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> Any:
     caches: Any = sys.modules["transformers.cache_utils"]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return None
-    return static_cache if all(type(each) is caches.StaticLayer for each in static_cache.layers) else None
+    kind = getattr(caches, "StaticLayer", None)  # transformers >= 4.54; the classes derived from it keep state on the host
+    layers = getattr(static_cache, "layers", (None,))
+    return static_cache if all(type(each) is kind for each in layers) else None
 
 
 def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None:

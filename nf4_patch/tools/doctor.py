@@ -40,7 +40,7 @@ LAZY = ("transformers", "liger_kernel")  # libraries that import their modules o
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
 FAST = (8, 0)  # lowest compute capability of GPUs that are so fast that in short steps they wait for Python
-SETTINGS = " and SFTConfig(use_liger_kernel=True, pad_to_multiple_of=64)"  # TRL switches gradient checkpointing on
+SETTINGS = " with Liger, pad_to_multiple_of=64"  # TRL switches gradient checkpointing on
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 

@@ -167,7 +167,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 
 
 FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
-IN_TRL = " and SFTConfig(use_liger_kernel=True, pad_to_multiple_of=64)"
+IN_TRL = " with Liger, pad_to_multiple_of=64"
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
 CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit")'
 
