@@ -32,7 +32,7 @@ require_triton(parser)
 options, switches = {}, {}
 if args.recipe:
     options = {"lora": "fused", "graphs": "auto", "cache": "auto"}
-    switches = {"use_liger_kernel": True, "optim": "adamw_torch_fused", "pad_to_multiple_of": 64}
+    switches = {"use_liger_kernel": True, "pad_to_multiple_of": 64}
     require_liger(parser)
     if not torch.cuda.is_available():
         del switches["use_liger_kernel"]  # Liger's kernels need a GPU

@@ -101,9 +101,7 @@ def digits(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def pivot(
-    found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None, behind: int = 0
-) -> str:
+def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None, behind: int = 0) -> str:
     """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origin.
 
     Args:
@@ -118,7 +116,9 @@ def pivot(
         for heading, cell in columns.items():
             cells.setdefault(heading.format_map(record), []).append(cell.format_map(record))
     parts = [(key, [" / ".join(cells.get(each, ())) for each in headings]) for key, cells in table.items()]
-    body = [[*key[: len(key) - behind], *cells, *key[len(key) - behind :]] for key, cells in [([*rows], headings), *parts]]
+    body = [
+        [*key[: len(key) - behind], *cells, *key[len(key) - behind :]] for key, cells in [([*rows], headings), *parts]
+    ]
     head, *lines = ("| " + " | ".join(line).replace("|  ", "| ") + " |" for line in body)
     rule = "|" + "---|" * (len(rows) + len(headings))
     return found[0].get("origin", "") + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))

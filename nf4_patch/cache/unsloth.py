@@ -17,7 +17,10 @@ from .pinned import Layers
 
 
 def only_unsloth_reads() -> bool:
-    """Return whether Unsloth's layers reach this package's dequantization without another library's wrapper in between."""
+    """Return whether Unsloth's layers alone read the dequantized weights.
+
+    They do if no wrapper of another library stands between them and this package's dequantization.
+    """
     utils, fast_lora = (vars(sys.modules[f"unsloth.kernels.{name}"]) for name in ("utils", "fast_lora"))
     functions = utils["fast_dequantize"], fast_lora["fast_dequantize"]
     is_public = all(getattr(function, "__globals__", None) is utils for function in functions)

@@ -9,15 +9,7 @@ stream.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import random
-import sys
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..cache.store import cache
-from ..nf4.runtime import DEVICE, is_out_of_memory
+from ..nf4.runtime import DEVICE
 from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
-from .arguments import Slot, slots_for
+from .arguments import slots_for
 from .fingerprint import Fingerprint
-
-SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warning in sync debug mode
+from .pool import Pool, Refusal, host_generators, quiet_garbage, repaired, requested, synchronizations, unowned
 
 
 def matmul_precision() -> str:
@@ -52,99 +43,6 @@ MODES: list[Callable[[], Any]] = [matmul_precision, torch.are_deterministic_algo
     )
     if hasattr(torch._C, name)
 ]  # fmt: skip
-
-
-class Refusal(Exception):
-    """The layer cannot be captured. ``reason`` says why, ``detail`` says what was found."""
-
-    def __init__(self, reason: Reason, detail: str):
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
-
-
-class PoolMemory:
-    """Describe the memory of a tensor in ``__cuda_array_interface__``. PyTorch makes tensors from it that do not own the memory."""
-
-    def __init__(self, tensor: Tensor):
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.untyped_storage().nbytes(),), "typestr": "|u1", "version": 3, "strides": None,
-            "data": (tensor.untyped_storage().data_ptr(), False),
-        }  # fmt: skip
-
-
-def unowned(tensor: Tensor) -> Tensor:
-    """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
-    storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-
-
-@functools.cache
-def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a GPU.
-
-    The captures share one stream, because cuBLAS allocates a workspace for each stream (32 MiB on Hopper).
-    """
-    return torch.cuda.Stream(device)
-
-
-class Pool:
-    """Memory, capture stream and replay stream that all graphs of a GPU share."""
-
-    def __init__(self, device: int):
-        self.device = device
-        self.lock = threading.RLock()  # held from the copy of the inputs to the copy of the results
-        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
-        self.replay_stream = torch.cuda.current_stream(device).cuda_stream
-        self.broken = False  # True after a capture failed
-        self.handle = torch.cuda.graph_pool_handle()
-        self.stream = capture_stream(device)
-        self.generator = torch.cuda.default_generators[device]
-        self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
-        with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            # capture_begin allocates the generator's state. If this allocation fails, PyTorch 2.11 aborts the process.
-            # So a tensor is allocated first: if there is no memory, it raises an OutOfMemoryError.
-            something = torch.empty(2**10, device=device)
-            with self.capturing(self.keeper):
-                something.zero_()
-
-    @contextlib.contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture the work that the ``with`` block launches on the current stream."""
-        graph.capture_begin(self.handle, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            # the error of capture_end only says that the capture is invalid; the error that made it invalid is raised
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-
-    def repair(self) -> None:
-        """Repair PyTorch's state after a failed capture, and mark the pool as broken.
-
-        After the failure, PyTorch still allocates from the pool, and PyTorch's generator is still in capture mode. The
-        repair replaces the generator's state. Earlier graphs read the old state, so the caller has to drop all graphs.
-        """
-        self.broken = True
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device, self.handle)
-        self.generator.graphsafe_set_state(self.generator.clone_state())
-
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Serve this thread's allocations from the pool inside the ``with`` block."""
-        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # PyTorch >= 2.8
-        if begin is None:
-            yield
-            return
-        begin(self.device, self.handle)
-        try:
-            yield
-        finally:
-            torch._C._cuda_endAllocateToPool(self.device, self.handle)
-            torch._C._cuda_releasePool(self.device, self.handle)
 
 
 class Environment(NamedTuple):
@@ -225,61 +123,6 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach())
 
 
-@contextlib.contextmanager
-def quiet_garbage() -> Iterator[None]:
-    """Disable garbage collection inside the ``with`` block. A collection could destroy another graph in the middle of a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def synchronizations() -> Iterator[list[str]]:
-    """Collect the source lines that synchronize with the GPU inside the ``with`` block. A capture does not allow them.
-
-    The list is filled when the block ends.
-    """
-    before, found = torch.cuda.get_sync_debug_mode(), list[str]()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # not "error", because another thread may synchronize at the same time
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    found += [f"{w.filename}:{w.lineno}" for w in caught if SYNCHRONIZES in str(w.message)]
-
-
-@contextlib.contextmanager
-def host_generators() -> Iterator[Callable[[], bool]]:
-    """Restore the random generators of Python, PyTorch's CPU and NumPy after the ``with`` block.
-
-    Yield a function that returns whether one of these generators was used inside the block.
-    """
-    numpy: Any = sys.modules.get("numpy.random")
-
-    def states() -> list[Any]:
-        return [random.getstate(), bytes(torch.get_rng_state().tolist()), numpy and repr(numpy.get_state(legacy=False))]
-
-    before = states()
-    of_python, of_torch, of_numpy = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-    try:
-        yield lambda: states() != before
-    finally:
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch)
-        if numpy:
-            numpy.set_state(of_numpy)
-
-
-def requested(device: int) -> int:
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
-
-
 def leaves(result: Tensor) -> Iterator[Any]:
     """Yield the leaf tensors of the autograd graph of ``result``."""
     seen, nodes = set(), [result.grad_fn]
@@ -291,21 +134,6 @@ def leaves(result: Tensor) -> Iterator[Any]:
         if hasattr(node, "variable"):
             yield node.variable
         nodes += [following for following, _ in node.next_functions]
-
-
-@contextlib.contextmanager
-def repaired(pool: Pool) -> Iterator[None]:
-    """Repair the pool after an error inside the ``with`` block, and say what the error means for the layer."""
-    try:
-        yield
-    except RuntimeError as error:
-        pool.repair()
-        if is_out_of_memory(error):
-            raise torch.cuda.OutOfMemoryError(str(error)) from error
-        raise Refusal(Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
-    except BaseException:
-        pool.repair()
-        raise
 
 
 class GraphedLayer:
@@ -546,82 +374,6 @@ class GraphedLayer:
         self.alive = False
         self.first.reset()
         self.second.reset()
-
-
-def tensors_of(static_layer: Any) -> list[Tensor]:
-    """Return the tensors of a layer of a StaticCache: keys and values, and in newer releases the number of tokens."""
-    return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
-
-
-class GraphedForward(GraphedLayer):
-    """The graph of a layer that generates: a forward without gradients, which writes one layer of a StaticCache.
-
-    The StaticCache is part of the key. So another one, as transformers makes for each ``generate``, has graphs of its own.
-    """
-
-    differentiable = False
-
-    def capture(self, pool: Pool, task: Task) -> None:
-        with pool.allocating():
-            x = torch.empty_like(task.x)
-            x.copy_(task.x)
-        self.static_cache, self.written = weakref.ref(task.static_cache), set[int]()
-        with host_generators() as used:
-            self.warm_up(pool, task, x, x, used)
-        if len(self.written) != 1:
-            raise Refusal(Reason.GRAPH_STATE, f"it writes {len(self.written)} layers of the static cache")
-        (self.index,) = self.written
-        self.addresses = self.found_addresses()
-        self.first = torch.cuda.CUDAGraph()
-        self.pins.clear()
-        before, launches = requested(pool.device), Launches()
-        with repaired(pool), pool.capturing(self.first):
-            y = self.result_of(task, x)
-        grown = requested(pool.device) - before
-        self.hits, self.reads = launches.since(), len(self.pins)
-        if grown != y.untyped_storage().nbytes():
-            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated")
-        self.x, self.y = unowned(x), unowned(y)
-        self.alive = True
-
-    def result_of(self, task: Task, x: Tensor) -> Tensor:
-        with task.environment.entered():
-            return self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
-
-    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
-        """Run the forward once. Note which layers of the static cache it wrote, and take back the number of tokens.
-
-        The keys and values stay, because the first replay writes the same ones to the same place.
-        """
-        attributes = [{**vars(layer)} for layer in task.static_cache.layers]
-        layers = [tensors_of(layer) for layer in task.static_cache.layers]
-        before = [[tensor._version for tensor in tensors] for tensors in layers]
-        counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
-        try:
-            self.result_of(task, x)
-        finally:
-            after = [[tensor._version for tensor in tensors] for tensors in layers]
-            self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
-            for tensor, count in counts:
-                tensor.copy_(count)
-            changed = False
-            for layer, found in zip(task.static_cache.layers, attributes, strict=True):
-                changed |= not all(map(is_, vars(layer).values(), found.values()))
-                vars(layer).update(found)
-        if changed:
-            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
-        return []
-
-    def found_addresses(self) -> list[int]:
-        static_cache: Any = self.static_cache()
-        return [tensor.data_ptr() for tensor in tensors_of(static_cache.layers[self.index])]
-
-    def is_in_place(self) -> bool:
-        return super().is_in_place() and self.found_addresses() == self.addresses
-
-    def reset(self) -> None:
-        self.alive = False
-        self.first.reset()
 
 
 class Launches:

@@ -25,9 +25,11 @@ from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .arguments import Unsupported, replaced, signature
-from .capture import Environment, GraphedForward, GraphedLayer, Pool, Refusal, Task, alias_of, swapped
+from .capture import Environment, GraphedLayer, Task, alias_of, swapped
 from .fingerprint import Fingerprint
+from .generation import GraphedForward
 from .option import GraphsStatus
+from .pool import Pool, Refusal
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
@@ -173,7 +175,9 @@ class Graphs:
         while len(self.shapes) >= SHAPES:
             self.shapes.popitem(last=False)[1].reset()
         self.shapes[key] = shape
-        if key[-1] is None:  # the pool of the graphs needs the memory that eager calls of the layer freed
+        if (
+            key[-1] is None
+        ):  # PyTorch keeps the memory of eager calls, and the graphs' pool cannot use it before it is freed
             torch.cuda.empty_cache()
 
     def snapshot(self, mode: str) -> GraphsStatus:
@@ -308,7 +312,9 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> Any:
     caches: Any = sys.modules["transformers.cache_utils"]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return None
-    kind = getattr(caches, "StaticLayer", None)  # transformers >= 4.54; the classes derived from it keep state on the host
+    kind = getattr(
+        caches, "StaticLayer", None
+    )  # transformers >= 4.54; the classes derived from it keep state on the host
     layers = getattr(static_cache, "layers", (None,))
     return static_cache if all(type(each) is kind for each in layers) else None
 

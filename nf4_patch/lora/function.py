@@ -109,8 +109,8 @@ class LoraProduct(PlainFunction):
         """
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            y: None, a bias [out] in the dtype of x, or a tensor [rows, out] in that dtype. The tensor may be
-                written to, and is allowed only if nothing needs a gradient.
+            y: what is added to the product, in the dtype of x: None, a bias [out], or a tensor [rows, out]. A tensor
+                [rows, out] may be overwritten with the sum, so it is allowed only if nothing needs a gradient.
             dense: returns the base weight [out, in] in the dtype of x. The weight is only read.
             tensors: three for each adapter. z: LoRA's input [rows, in], or None if it is x. A: [rank, in]. B: [out, rank].
         """

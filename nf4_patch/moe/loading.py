@@ -309,8 +309,8 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     """Return a function that maps a checkpoint's key to (full name of the parameter, converter, pattern).
 
-    The converter is the entry of ``mapping`` that converts the key, and the pattern is the one of its source patterns
-    that matches the key. Both are None if the key needs no conversion.
+    The converter is the entry of ``mapping`` that converts the key. It has several source patterns; the returned pattern
+    is the one that matches the key. Both are None if the key needs no conversion.
 
     Args:
         mapping: transformers' conversions for the model.

@@ -65,7 +65,7 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 takes a stack [experts, out, in] for [experts, in, out], so its A has the size of out
+        # peft before 0.19 treats a weight [experts, out, in] as [experts, in, out]. Its A and B have then changed roles.
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 

@@ -89,7 +89,7 @@ class HostBlock:
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
         # The prefetcher writes ``fingerprints`` and ``after``. ``fingerprints`` maps the address of a weight's packed
-        # bytes to the weight's fingerprint at its last read.
+        # bytes to the fingerprint that the weight had when it was last read.
         self.fingerprints: dict[int, Fingerprint] = {}
         # If block x, this block and block y were read in this order, ``after`` maps x to y. Forward and backward read
         # the layers in opposite orders, so the previous block shows which block comes next.

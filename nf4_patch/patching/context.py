@@ -20,8 +20,8 @@ transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
 # plain_methods() skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
-# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 has no such function.
-# The function used there always returns True, so callers assume that there are hooks.
+# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 has no such function. Its
+# substitute always returns True, so that callers assume that there are hooks.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )

@@ -97,7 +97,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Option(Variable):
-    """An option: its variable, its targets, and its part of ``status()``."""
+    """An option: its environment variable, the functions that it replaces, and its part of ``status()``."""
 
     option: bool = True
     on: str = ""  # an example of a value that turns the option on

@@ -40,7 +40,7 @@ LAZY = ("transformers", "liger_kernel")  # libraries that import their modules o
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
 FAST = (8, 0)  # lowest compute capability of GPUs that are so fast that in short steps they wait for Python
-SETTINGS = " with Liger, pad_to_multiple_of=64"  # TRL switches gradient checkpointing on
+SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # TRL switches gradient checkpointing on
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -178,9 +178,9 @@ def lines_to_type(
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
     if has("peft", ">= 0.17"):
         graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
-        lines["peft, TRL, fastest"] = (
-            line('lora="fused"') if not graphs else line('lora="fused", graphs="auto"') + SETTINGS
-        )
+        lines["peft, TRL, fastest"] = line('lora="fused", graphs="auto"' if graphs else 'lora="fused"')
+        if graphs:
+            lines["with it in SFTConfig"] = SETTINGS
     if has("unsloth", ""):
         cached = (
             line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"

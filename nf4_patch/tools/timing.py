@@ -58,7 +58,7 @@ def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[...,
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in order in a CUDA graph. Two calls run before the capture, so that no kernel compiles during it."""
+    """Capture the calls in order in a CUDA graph. All of them run before it, so that no kernel compiles in it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()

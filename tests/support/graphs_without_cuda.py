@@ -66,7 +66,7 @@ class GraphedLayer:
 
 
 class GraphedForward:
-    """As nf4_patch.graphs.capture.GraphedForward, but nothing is captured."""
+    """As nf4_patch.graphs.generation.GraphedForward, but nothing is captured."""
 
     def __init__(self, pool: Any, task: Any):
         self.pool, self.fingerprint, self.alive, self.others = pool, task.fingerprint, True, None

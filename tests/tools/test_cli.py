@@ -167,7 +167,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 
 
 FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
-IN_TRL = " with Liger, pad_to_multiple_of=64"
+IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
 CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit")'
 
@@ -183,7 +183,7 @@ CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4b
 )
 def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
     lines = doctor.lines_to_type(LINES | changes, unsloth_keeps, [(9, 0)])
-    assert lines.pop("peft, TRL, fastest") == GRAPHED + IN_TRL
+    assert lines.pop("peft, TRL, fastest") == GRAPHED and lines.pop("with it in SFTConfig") == IN_TRL
     assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth, "mixtures of experts": experts}
     report = dataclasses.replace(WORKS, lines=lines)
     assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
@@ -203,8 +203,8 @@ def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
 )
 def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
     """With the libraries that ``lora="fused"`` and ``graphs="auto"`` need."""
-    typed = doctor.lines_to_type(LINES | changes, False, capabilities).get("peft, TRL, fastest")
-    assert typed == (GRAPHED + IN_TRL if line == GRAPHED else line)
+    typed = doctor.lines_to_type(LINES | changes, False, capabilities)
+    assert typed.get("peft, TRL, fastest") == line and ("with it in SFTConfig" in typed) == (line == GRAPHED)
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):

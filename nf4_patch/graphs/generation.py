@@ -1,0 +1,90 @@
+"""Capture a decoder layer of a model that generates with transformers' StaticCache, as one CUDA graph."""
+
+from __future__ import annotations
+
+import weakref
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..patching.reasons import Reason
+from .capture import GraphedLayer, Launches, Task
+from .pool import Pool, Refusal, host_generators, repaired, requested, unowned
+
+
+def tensors_of(static_layer: Any) -> list[Tensor]:
+    """Return the tensors of a layer of a StaticCache: keys and values, and in newer releases the number of tokens."""
+    return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
+
+
+class GraphedForward(GraphedLayer):
+    """The graph of a layer that generates: a forward without gradients, which writes one layer of a StaticCache.
+
+    The StaticCache is part of the key. So another one, as transformers makes for each ``generate``, has graphs of its own.
+    """
+
+    differentiable = False
+
+    def capture(self, pool: Pool, task: Task) -> None:
+        with pool.allocating():
+            x = torch.empty_like(task.x)
+            x.copy_(task.x)
+        self.static_cache, self.written = weakref.ref(task.static_cache), set[int]()
+        with host_generators() as used:
+            self.warm_up(pool, task, x, x, used)
+        if len(self.written) != 1:
+            raise Refusal(Reason.GRAPH_STATE, f"it writes {len(self.written)} layers of the static cache")
+        (self.index,) = self.written
+        self.addresses = self.found_addresses()
+        self.first = torch.cuda.CUDAGraph()
+        self.pins.clear()
+        before, launches = requested(pool.device), Launches()
+        with repaired(pool), pool.capturing(self.first):
+            y = self.result_of(task, x)
+        grown = requested(pool.device) - before
+        self.hits, self.reads = launches.since(), len(self.pins)
+        if grown != y.untyped_storage().nbytes():
+            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated")
+        self.x, self.y = unowned(x), unowned(y)
+        self.alive = True
+
+    def result_of(self, task: Task, x: Tensor) -> Tensor:
+        with task.environment.entered():
+            return self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
+
+    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
+        """Run the forward once. Note which layers of the static cache it wrote, and take back the number of tokens.
+
+        The keys and values stay, because the first replay writes the same ones to the same place.
+        """
+        attributes = [{**vars(layer)} for layer in task.static_cache.layers]
+        layers = [tensors_of(layer) for layer in task.static_cache.layers]
+        before = [[tensor._version for tensor in tensors] for tensors in layers]
+        counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
+        try:
+            self.result_of(task, x)
+        finally:
+            after = [[tensor._version for tensor in tensors] for tensors in layers]
+            self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
+            for tensor, count in counts:
+                tensor.copy_(count)
+            changed = False
+            for layer, found in zip(task.static_cache.layers, attributes, strict=True):
+                changed |= not all(map(is_, vars(layer).values(), found.values()))
+                vars(layer).update(found)
+        if changed:
+            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
+        return []
+
+    def found_addresses(self) -> list[int]:
+        static_cache: Any = self.static_cache()
+        return [tensor.data_ptr() for tensor in tensors_of(static_cache.layers[self.index])]
+
+    def is_in_place(self) -> bool:
+        return super().is_in_place() and self.found_addresses() == self.addresses
+
+    def reset(self) -> None:
+        self.alive = False
+        self.first.reset()

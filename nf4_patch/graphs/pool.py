@@ -1,0 +1,186 @@
+"""What all captures on a GPU share: memory, streams, and the state that a capture must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nf4.runtime import is_out_of_memory
+from ..patching.reasons import Reason
+from .arguments import Slot
+
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warning in sync debug mode
+
+
+class Refusal(Exception):
+    """The layer cannot be captured. ``reason`` says why, ``detail`` says what was found."""
+
+    def __init__(self, reason: Reason, detail: str):
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+class PoolMemory:
+    """Describe the memory of a tensor in ``__cuda_array_interface__``. PyTorch makes tensors from it that do not own the memory."""
+
+    def __init__(self, tensor: Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.untyped_storage().nbytes(),), "typestr": "|u1", "version": 3, "strides": None,
+            "data": (tensor.untyped_storage().data_ptr(), False),
+        }  # fmt: skip
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
+    storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a GPU.
+
+    The captures share one stream, because cuBLAS allocates a workspace for each stream (32 MiB on Hopper).
+    """
+    return torch.cuda.Stream(device)
+
+
+class Pool:
+    """Memory, capture stream and replay stream that all graphs of a GPU share."""
+
+    def __init__(self, device: int):
+        self.device = device
+        self.lock = threading.RLock()  # held from the copy of the inputs to the copy of the results
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
+        self.replay_stream = torch.cuda.current_stream(device).cuda_stream
+        self.broken = False  # True after a capture failed
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = capture_stream(device)
+        self.generator = torch.cuda.default_generators[device]
+        self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            # capture_begin allocates the generator's state. If this allocation fails, PyTorch 2.11 aborts the process.
+            # So a tensor is allocated first: if there is no memory, it raises an OutOfMemoryError.
+            something = torch.empty(2**10, device=device)
+            with self.capturing(self.keeper):
+                something.zero_()
+
+    @contextlib.contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the work that the ``with`` block launches on the current stream."""
+        graph.capture_begin(self.handle, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            # the error of capture_end only says that the capture is invalid; the error that made it invalid is raised
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+    def repair(self) -> None:
+        """Repair PyTorch's state after a failed capture, and mark the pool as broken.
+
+        After the failure, PyTorch still allocates from the pool, and PyTorch's generator is still in capture mode. The
+        repair replaces the generator's state. Earlier graphs read the old state, so the caller has to drop all graphs.
+        """
+        self.broken = True
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+        self.generator.graphsafe_set_state(self.generator.clone_state())
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Serve this thread's allocations from the pool inside the ``with`` block."""
+        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # PyTorch >= 2.8
+        if begin is None:
+            yield
+            return
+        begin(self.device, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+            torch._C._cuda_releasePool(self.device, self.handle)
+
+
+@contextlib.contextmanager
+def repaired(pool: Pool) -> Iterator[None]:
+    """Repair the pool after an error inside the ``with`` block, and say what the error means for the layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        pool.repair()
+        if is_out_of_memory(error):
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
+        raise Refusal(Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    except BaseException:
+        pool.repair()
+        raise
+
+
+def requested(device: int) -> int:
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
+@contextlib.contextmanager
+def quiet_garbage() -> Iterator[None]:
+    """Disable garbage collection inside the ``with`` block. A collection could destroy another graph in the middle of a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def synchronizations() -> Iterator[list[str]]:
+    """Collect the source lines that synchronize with the GPU inside the ``with`` block. A capture does not allow them.
+
+    The list is filled when the block ends.
+    """
+    before, found = torch.cuda.get_sync_debug_mode(), list[str]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # not "error", because another thread may synchronize at the same time
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found += [f"{w.filename}:{w.lineno}" for w in caught if SYNCHRONIZES in str(w.message)]
+
+
+@contextlib.contextmanager
+def host_generators() -> Iterator[Callable[[], bool]]:
+    """Restore the random generators of Python, PyTorch's CPU and NumPy after the ``with`` block.
+
+    Yield a function that returns whether one of these generators was used inside the block.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+
+    def states() -> list[Any]:
+        return [random.getstate(), bytes(torch.get_rng_state().tolist()), numpy and repr(numpy.get_state(legacy=False))]
+
+    before = states()
+    of_python, of_torch, of_numpy = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
+    try:
+        yield lambda: states() != before
+    finally:
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if numpy:
+            numpy.set_state(of_numpy)
