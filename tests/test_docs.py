@@ -121,10 +121,10 @@ FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "
     [(0.5, "2.00\u00d7", "2.00\u00d7"), (0.87, "1.15\u00d7", "\u22481"), (0.95, "\u22481", "\u22481")],
 )
 def test_a_gain_is_more_than_the_noise(factor, gpu, wall, tmp_path, monkeypatch):
-    """The noise is 10 %, and counts twice for wall-clock time."""
+    """The noise of GPU time is 10 % here, and the noise of wall-clock time is always 30 %."""
     ours = FIGURES | {"gpu_ms": 15.8 * factor, "wall_ms": 40.04 * factor}
     write_rows("recipe", tmp_path, monkeypatch, {"side": "peft", **FIGURES}, {"side": "patch", **ours})
-    assert [row["speedup"] for row in render_docs.speedups("recipe", "patch", "peft")] == [gpu, wall]
+    assert [row["speedup"] for row in render_docs.speedups("recipe", "patch", "peft")] == [wall, gpu]
 
 
 def test_what_was_trained_with_offload_has_the_bits_of_the_resident_model():
