@@ -14,9 +14,12 @@ import test_graphed_layers as graphed
 import torch
 import transformers
 from alternation import crossed
-from test_graphed_layers import DEVICE, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of
+from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
 
+import nf4_patch
 from benchmarks.models import LINEARS
+from benchmarks.training import trained
+from nf4_patch.graphs.layers import graphs
 
 clean = graphed.clean
 LAYERS = 2
@@ -105,3 +108,99 @@ def test_arguments_that_layers_write():
 
     found = compared(make, step_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
+
+
+# --- loss scaling, hooks, shards ---
+
+
+class Scaled:
+    """Steps in fp16 with a GradScaler, whose first scale overflows."""
+
+    def __call__(self, model: Any, optimizer: Any, step: int) -> list[float]:
+        if step == 0:
+            self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30, growth_interval=3)
+        ids = tokens(step)
+        with torch.autocast(DEVICE, torch.float16):
+            loss = model(input_ids=ids, labels=ids).loss
+        before = self.scaler.get_scale()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() < before:
+            optimizer.zero_grad()  # the step that follows would read gradients that are not finite
+        return [loss.item(), self.scaler.get_scale()]
+
+
+def test_loss_scaling():
+    def make():
+        model = graphed.model_of(config=graphed.config_of(SHAPE, torch.float16), lora_dropout=0.05)
+        for parameter in trained(model):
+            parameter.data = parameter.data.float()
+        return model
+
+    found = compared(make, Scaled(), steps=12)
+    scales = found["losses"][1::2]
+    assert min(scales) < scales[0] and scales[-1] > min(scales)  # after overflows, the scale grew again
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (12 - 2)
+
+
+def test_parameters_of_zero3():
+    def make():
+        model = graphed.model_of()
+        for index, parameter in enumerate(layers_of(model)[1].parameters()):
+            parameter.ds_id = index  # as DeepSpeed marks them
+        return model
+
+    found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == 2 * (STEPS - 2)
+
+
+@pytest.mark.parametrize(
+    ("hooked", "replaying"), [("", 3), ("layers.0 layers.1 layers.2", 0), ("layers.1.mlp.down_proj", 2)]
+)
+def test_hooks_of_accelerate(hooked, replaying):
+    """``device_map`` puts a hook on the model if there is one device, and on each part of it if there are several."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def make():
+        model = graphed.model_of()
+        for name in hooked.split(" "):
+            part = model.base_model.model.model.get_submodule(name)
+            add_hook_to_module(part, AlignDevicesHook(DEVICE, io_same_device=True))
+        return model
+
+    found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if replaying < 3 else set())
+    assert found["replays"] == replaying * (STEPS - 2)
+
+
+def test_trainer_with_gradient_accumulation(tmp_path):
+    """Batches have different numbers of labels, which Trainer passes to every layer."""
+    from torch.utils.data import Dataset
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            ids = tokens(index)[0].cpu()
+            return {"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < 10 + index % 50, -100, ids)}
+
+    def train(**options):
+        model = graphed.model_of(lora_dropout=0.05)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=3, logging_steps=1,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, bf16=True, use_cpu=not GPU,
+            report_to=[], save_strategy="no", learning_rate=1e-3, max_grad_norm=0.5,
+        )  # fmt: skip
+        before = graphs.replays
+        with nf4_patch.enabled(**options):
+            trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+            trainer.train()
+        log = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+        return log, [p.detach().clone() for p in trained(model)], graphs.replays - before
+
+    eager, adapters, _ = train()
+    log, ours, replays = train(graphs="auto")
+    assert log == eager and len(log) == 6 and all(map(torch.equal, ours, adapters))
+    assert replays == 3 * (6 * 3 - 2)
