@@ -60,6 +60,15 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def flattened(value: Any) -> Any:
+    """Return a description of ``value`` that changes if something is written into one of its lists and dicts."""
+    if type(value) in (tuple, list):
+        return [flattened(item) for item in value]
+    if type(value) is dict:
+        return [(name, flattened(item)) for name, item in value.items()]
+    return id(value)
+
+
 class Slot:
     """A static buffer that graphs read, and a note of the tensor that was copied into the buffer last."""
 

@@ -24,7 +24,7 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
-from .arguments import Unsupported, replaced, signature
+from .arguments import Unsupported, flattened, replaced, signature
 from .capture import Environment, GraphedLayer, Task, alias_of, swapped
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
@@ -452,10 +452,15 @@ def graphed(target: Target, original: Function) -> Function:
     ) -> Task:  # fmt: skip
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
-            replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
+            arguments = replaced((args, kwargs), lambda tensor: static[id(tensor)])
+            (positional, keywords), before = arguments, flattened(arguments)
             if generates:
-                return original(self, *replace(args), **{**replace(kwargs), "past_key_values": given})
-            return through(self, given, replace(args), replace(kwargs))
+                result = original(self, *positional, **{**keywords, "past_key_values": given})
+            else:
+                result = through(self, given, positional, keywords)
+            if flattened(arguments) != before:  # as in Gemma 4, where later layers read what earlier layers wrote
+                raise Refusal(Reason.GRAPH_STATE, "a call writes into a list or dict among its arguments")
+            return result
 
         generates, compiled = static_cache is not None, is_compiled(self, static_cache)
         return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)

@@ -31,7 +31,7 @@ class GraphedLayer:
         self.pool, self.task, self.fingerprint, self.alive = pool, task, task.fingerprint, True
         self.is_random, self.others, self.places = True, None, trained_places(task.layer)
         state = pool.generator.get_state()
-        gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[-len(self.places) :]
+        gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[int(task.x.requires_grad) :]
         pool.generator.set_state(state)
         self.places = [place for place, gradient in zip(self.places, gradients, strict=True) if gradient is not None]
         self.parameters = [parameter for *_, parameter in self.places]

@@ -1,0 +1,206 @@
+"""Decoder layers as CUDA graphs in other architectures than Llama, and with what people train them with.
+
+Every case trains twice, eagerly and with graphs, and has the same losses, gradients, adapters and random numbers, to the bit.
+Layers replay, or they run eagerly under a Reason that the case names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import test_graphed_layers as graphed
+import torch
+import transformers
+from alternation import crossed
+from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
+
+import nf4_patch
+from benchmarks.models import LINEARS
+from benchmarks.training import trained
+from nf4_patch.graphs.layers import graphs
+
+clean = graphed.clean
+LAYERS = 2
+TARGETS = [*LINEARS, "qkv_proj", "gate_up_proj", "query_key_value", "dense", "fc1", "fc2"]
+
+# --- architectures ---
+
+WINDOW = {"sliding_window": 16}
+MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = {**MIXED, "vocab_size_per_layer_input": 512}
+CONV = {"layer_types": ["conv", "full_attention"]}
+# The config of each architecture, apart from its sizes.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Arcee": {}, "Cohere": {}, "Cohere2": MIXED, "Exaone4": MIXED, "Gemma": {}, "Gemma2": MIXED, "Gemma3Text": MIXED,
+    "Gemma4Text": GEMMA4, "Glm": {}, "Glm4": {}, "GPTNeoX": {}, "Granite": {}, "Helium": {}, "Lfm2": CONV, "Ministral": MIXED,
+    "Mistral": WINDOW, "Nemotron": {}, "Olmo2": {}, "Olmo3": MIXED, "Phi": {}, "Phi3": WINDOW, "Qwen2": {}, "Qwen3": {},
+    "SmolLM3": {}, "StableLm": {}, "Starcoder2": WINDOW,
+}  # fmt: skip
+# Gemma 4's layers get a second input with a gradient, and write keys and values into an object that later layers read.
+EAGER = {"Gemma4Text": "GRAPH_ARGUMENTS"}
+
+
+def config_of(name: str) -> Any:
+    kind = getattr(transformers, f"{name}Config", None) or pytest.skip(f"this transformers has no {name}")
+    sizes = {**SHAPE._asdict(), "num_hidden_layers": LAYERS, "dtype": "bfloat16"}
+    ids = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    head = {"head_dim": SHAPE.hidden_size // SHAPE.num_attention_heads}
+    return kind(**sizes | ids | head | ARCHITECTURES[name])
+
+
+def padded(model: Any, optimizer: Any, step: int) -> list[float]:
+    """Each batch has other padding, so full and sliding attention both have a mask."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long, device=DEVICE)
+    mask[0, -(10 + step) :] = 0
+    return backward(loss_of(model, step, attention_mask=mask))
+
+
+MODES = {
+    "plain": (False, graphed.one_step), "padded": (False, padded),
+    "reentrant": (True, graphed.one_step), "reentrant, padded": (True, padded),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "name"), crossed(MODES, ARCHITECTURES))
+def test_architectures(name, mode):
+    reentrant, step_of = MODES[mode]
+    found = compared(
+        lambda: graphed.model_of(reentrant, config=config_of(name), targets=TARGETS, lora_dropout=0.05), step_of
+    )
+    if name in EAGER:
+        assert found["reasons"] == {EAGER[name]} and not found["replays"]
+        return
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"}
+    shapes = found["status"].graphs.shapes  # of two kinds of layers, one may have a mask and the other none
+    assert shapes == 1 or "layer_types" in ARCHITECTURES[name]
+    assert found["replays"] == LAYERS * (STEPS - 2) - (shapes - 1)
+
+
+MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name):
+    found = compared(lambda: graphed.mixture(name), graphed.step_of_mixture, base={"experts": "4bit"})
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"]
+
+
+def test_arguments_that_layers_write():
+    """Gemma 4's layers hand keys and values to later layers in a dict. In transformers 5.8 it is a plain one."""
+
+    def make():
+        model = graphed.model_of()
+        attention = layers_of(model)[0].self_attn
+        attention.forward = partial(writes, attention.forward)
+        return model
+
+    def writes(forward, *args, written, **kwargs):
+        written["calls"] = written.get("calls", 0) + 1
+        return forward(*args, **kwargs)
+
+    def step_of(model, optimizer, step):
+        written = {}
+        loss = loss_of(model, step, written=written)
+        assert written == {"calls": 1}
+        return backward(loss)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
+
+
+# --- loss scaling, hooks, shards ---
+
+
+class Scaled:
+    """Steps in fp16 with a GradScaler, whose first scale overflows."""
+
+    def __call__(self, model: Any, optimizer: Any, step: int) -> list[float]:
+        if step == 0:
+            self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30, growth_interval=3)
+        ids = tokens(step)
+        with torch.autocast(DEVICE, torch.float16):
+            loss = model(input_ids=ids, labels=ids).loss
+        before = self.scaler.get_scale()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() < before:
+            optimizer.zero_grad()  # the step that follows would read gradients that are not finite
+        return [loss.item(), self.scaler.get_scale()]
+
+
+def test_loss_scaling():
+    def make():
+        model = graphed.model_of(config=graphed.config_of(SHAPE, torch.float16), lora_dropout=0.05)
+        for parameter in trained(model):
+            parameter.data = parameter.data.float()
+        return model
+
+    found = compared(make, Scaled(), steps=12)
+    scales = found["losses"][1::2]
+    assert min(scales) < scales[0] and scales[-1] > min(scales)  # after overflows, the scale grew again
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (12 - 2)
+
+
+def test_parameters_of_zero3():
+    def make():
+        model = graphed.model_of()
+        for index, parameter in enumerate(layers_of(model)[1].parameters()):
+            parameter.ds_id = index  # as DeepSpeed marks them
+        return model
+
+    found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == 2 * (STEPS - 2)
+
+
+@pytest.mark.parametrize(
+    ("hooked", "replaying"), [("", 3), ("layers.0 layers.1 layers.2", 0), ("layers.1.mlp.down_proj", 2)]
+)
+def test_hooks_of_accelerate(hooked, replaying):
+    """``device_map`` puts a hook on the model if there is one device, and on each part of it if there are several."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def make():
+        model = graphed.model_of()
+        for name in hooked.split(" "):
+            part = model.base_model.model.model.get_submodule(name)
+            add_hook_to_module(part, AlignDevicesHook(DEVICE, io_same_device=True))
+        return model
+
+    found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if replaying < 3 else set())
+    assert found["replays"] == replaying * (STEPS - 2)
+
+
+def test_trainer_with_gradient_accumulation(tmp_path):
+    """Batches have different numbers of labels, which Trainer passes to every layer."""
+    from torch.utils.data import Dataset
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            ids = tokens(index)[0].cpu()
+            return {"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < 10 + index % 50, -100, ids)}
+
+    def train(**options):
+        model = graphed.model_of(lora_dropout=0.05)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=3, logging_steps=1,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, bf16=True, use_cpu=not GPU,
+            report_to=[], save_strategy="no", learning_rate=1e-3, max_grad_norm=0.5,
+        )  # fmt: skip
+        before = graphs.replays
+        with nf4_patch.enabled(**options):
+            trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+            trainer.train()
+        log = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+        return log, [p.detach().clone() for p in trained(model)], graphs.replays - before
+
+    eager, adapters, _ = train()
+    log, ours, replays = train(graphs="auto")
+    assert log == eager and len(log) == 6 and all(map(torch.equal, ours, adapters))
+    assert replays == 3 * (6 * 3 - 2)
