@@ -752,6 +752,72 @@ def test_a_static_cache_that_moves():
             assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1])
 
 
+def decoded(model: Any, caches: Any, change: Callable[[Any, int], Any] = lambda model, token: None) -> list[Tensor]:
+    """Return the logits of 15 tokens, in turns of one token for each cache, with a padded prompt."""
+    logits, mask = [], torch.ones_like(tokens(0, 6))
+    mask[0, :2] = 0
+    with torch.no_grad():
+        ids = [tokens(each, 6) for each in range(len(caches))]
+        for token in range(15):
+            change(model, token)
+            for each, static_cache in enumerate(caches):
+                found = model(input_ids=ids[each], attention_mask=mask, past_key_values=static_cache).logits[:, -1:]
+                ids[each] = found.argmax(-1)
+                logits.append(found)
+            mask = torch.cat((mask, mask[:, -1:]), 1)
+    return logits
+
+
+def interrupted(model: Any, token: int) -> None:
+    if token == 9:  # in the second layer of a step that does not count
+        handle = layers_of(model)[1].mlp.act_fn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=tokens(0, 1), past_key_values=caches_of(model, 1)[0])
+        handle.remove()
+
+
+def caches_of(model: Any, count: int) -> list[Any]:
+    from transformers import StaticCache
+
+    return [StaticCache(config=model.config, max_cache_len=32) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, token: None,
+        lambda model, token: scaling(model) if token == 9 else None,
+        lambda model, token: written_weight(model) if token == 9 else None,
+        lambda model, token: model.disable_adapter_layers() if token == 9 else None,
+        lambda model, token: model.train(token == 9),
+        lambda model, token: nf4_patch.release() if token == 9 else None,
+        interrupted,
+    ],
+    ids=["nothing", "scaling", "weight", "disabled", "training", "release", "interrupt"],
+)
+def test_changes_between_tokens(change):
+    """Two static caches in turns, reset and used a second time."""
+    torch.manual_seed(0)
+    model = model_of(inputs=False).eval()
+    model.gradient_checkpointing_disable()
+    with nf4_patch.enabled():
+        eager = decoded(model, caches_of(model, 2), change)
+    torch.manual_seed(0)
+    model = model_of(inputs=False).eval()
+    model.gradient_checkpointing_disable()
+    caches, before = caches_of(model, 2), graphs.replays
+    with nf4_patch.enabled(graphs="auto"):
+        found = decoded(model, caches, change)
+        assert graphs.replays > before and all(map(torch.equal, found, eager))
+        for each in caches:
+            each.reset()
+        again = decoded(model, caches)
+    with nf4_patch.enabled():
+        for each in caches:
+            each.reset()
+        assert all(map(torch.equal, again, decoded(model, caches)))
+
+
 def test_sliding_windows_generate_eagerly():
     from transformers import Gemma3TextConfig
 
