@@ -244,7 +244,7 @@ class Cache(dequantizer.Reader):
             OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
         """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
-        with self.lock:  # other threads may use the cache during the decode, because it is slow
+        with self.lock:  # the lock is not held during the decode below, because the decode is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
