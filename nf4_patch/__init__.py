@@ -71,8 +71,9 @@ def enable(
     ``matmul``.
 
     Args:
-        matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where this was
-            measured to be faster. It is as accurate as dequantize + matmul, but not bit-identical. "off" is the default.
+        matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
+            where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
+            bit-identical. "off" is the default.
         cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a
             number of bytes work too; "6GB" is 6 * 10^9 bytes. Functions of bitsandbytes, Unsloth and transformers get
             a weight from the cache if they only read it. "auto" uses the memory that training leaves free. "off", the

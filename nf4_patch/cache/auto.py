@@ -34,8 +34,8 @@ from .entry import nobody
 
 STEPS = 2  # number of training steps to wait for; the first of them creates the optimizer's state
 SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
-# The cache leaves MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory free, because equal training steps do
-# not always take equal memory.
+# The cache leaves a margin of MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory free.
+# Training needs the margin, because equal training steps do not always take equal memory.
 MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more are in use, another process has them
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
@@ -61,7 +61,7 @@ class Auto:
         # weak reference to the tensor that the method ``forward`` got last
         self.forwarded: Callable[[], torch.Tensor | None] = nobody
         self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
-        self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved for training alone, by device
+        self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the cache, by device
         self.why = "nothing before a training"
         # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("cache.auto").attempt

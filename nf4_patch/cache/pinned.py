@@ -63,7 +63,7 @@ running = Running()
 def dense_of(packed: torch.Tensor, state: Any) -> torch.Tensor | None:
     """Return the dense copy attached to a quantization state, or None.
 
-    Dynamo traces this function, and adds a guard for everything that the function reads. So it reads little.
+    Dynamo traces this function, and adds a guard for every value that the function reads.
     """
     if not running.any or not hasattr(state, "quant_type"):
         return None
