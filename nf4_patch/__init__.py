@@ -1,4 +1,4 @@
-"""Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth, with bit-identical results.
+"""Run fused Triton kernels inside bitsandbytes and Unsloth for 4-bit fine-tuning, with bit-identical results.
 
 >>> import nf4_patch
 >>> nf4_patch.enable()  # or NF4_PATCH=1 in the environment
@@ -54,7 +54,7 @@ Graphs = Literal["off", "auto"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the errors and ``Status`` on first use, because the module of StaleWeightError imports torch."""
+    """Import an error class or ``Status`` on first use, so that ``import nf4_patch`` does not import torch."""
     if name in TYPES:
         return getattr(importlib.import_module(TYPES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -71,23 +71,26 @@ def enable(
     ``matmul``.
 
     Args:
-        matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where this was
-            measured to be faster. It is as accurate as dequantize + matmul, but not bit-identical. "off" is the default.
-        cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a number of
-            bytes work too; "6GB" is 6 * 10^9 bytes. The cache serves the functions of bitsandbytes, Unsloth and transformers
-            that only read a weight. "auto" uses the memory that training leaves free. "off", the default, or 0 caches nothing.
+        matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
+            where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
+            bit-identical. "off" is the default.
+        cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a
+            number of bytes work too; "6GB" is 6 * 10^9 bytes. Functions of bitsandbytes, Unsloth and transformers get
+            a weight from the cache if they only read it. "auto" uses the memory that training leaves free. "off", the
+            default, or 0 caches nothing.
         experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model
-            while they are loaded. If peft's LoRA is on these experts, x is multiplied by A and B separately. peft's own
-            code would add B @ A to a 16-bit copy of all experts. "off", the default, loads experts in 16 bits.
+            while they are loaded. If these experts have LoRA adapters of peft, the activations are multiplied by the
+            LoRA matrices A and B separately. peft's own code would add B @ A to a 16-bit copy of all experts. "off",
+            the default, loads experts in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
         offload: "6GiB" lets 4-bit experts and their prefetch buffers take at most 6 GiB of memory on each GPU, in
             models loaded from now on. The other experts wait in pinned host memory and are prefetched, with
             bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the default, keeps all
-            experts there. Needs ``experts="4bit"``.
-        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python: while a model trains
-            with gradient checkpointing, or generates with transformers' static cache. Results are bit-identical. "off",
-            the default, runs them eagerly.
+            experts on the GPU. This option needs ``experts="4bit"``.
+        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
+            training with gradient checkpointing, and in generation with transformers' static cache. Results are
+            bit-identical. "off", the default, runs the layers eagerly.
 
     Returns:
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
@@ -113,8 +116,8 @@ def disable() -> None:
 def release() -> None:
     """Drop every cached weight and CUDA graph. Their memory returns to PyTorch as soon as nothing uses it.
 
-    The cache stays on and fills again. Call this function after a weight changed without a change of its version counter:
-    by a write through ``parameter.data`` or a raw pointer.
+    A write through ``parameter.data`` or a raw pointer does not raise the weight's version counter, so the cache cannot
+    notice it. Call this function after such a write. The cache stays on and fills again.
     """
     store = sys.modules.get(f"{__name__}.cache.store")  # not imported here, because it imports torch
     if store is not None:
@@ -138,7 +141,7 @@ def enabled(
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
-    The patch applies to the process, not to a thread. While blocks overlap, the options of the block entered last apply.
+    The patch applies to all threads of the process. If blocks overlap, the options of the block entered last apply.
     When the last block ends, the state from before the first block is restored.
     """
     from .patching import hooks
@@ -148,7 +151,7 @@ def enabled(
 
 
 def status() -> Status:
-    """Return which targets are patched, how many calls ran in the kernel, and how many fell back and why."""
+    """Return which functions are patched, how many calls ran in the kernel, and how many fell back and why."""
     from .snapshot import status
 
     return status()
@@ -158,14 +161,15 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     """Dequantize a packed 4-bit weight with the fused kernel, or on the CPU with plain torch.
 
     Args:
-        weight: the packed weight, ceil(n / 2) bytes, [bytes, 1] or transposed [1, bytes].
-        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, nested or flat.
-        out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype`` that is filled and returned.
+        weight: the packed weight, two values per byte. Its shape is [bytes, 1], or [1, bytes] if it is transposed.
+        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, with double quantization or not.
+        out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype``. It is filled and returned.
 
     Returns:
-        The dense weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit`` on CUDA. It has the dtype
-        ``quant_state.dtype`` and the shape ``quant_state.shape``, transposed for a transposed ``weight``. On the CPU the result
-        follows the same formula. bitsandbytes' own CPU code uses a wrong scale for a block that spans two rows.
+        The dense weight, with the dtype ``quant_state.dtype`` and the shape ``quant_state.shape``. If ``weight`` is
+        transposed, the dense weight is transposed, too. On CUDA it is bit-identical to the result of
+        ``bitsandbytes.functional.dequantize_4bit``. On the CPU it follows the same formula. There bitsandbytes' result
+        may differ, because its CPU code uses a wrong scale for a block that spans two rows.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.
@@ -182,7 +186,7 @@ def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
     This function can replace ``unsloth_dequantize`` in the challenge for NF4 dequantization that Unsloth published.
 
     Returns:
-        The weight, [out_features, in_features], in the dtype of its quant_state.
+        The dense weight of shape [out_features, in_features], in the dtype of its quant_state.
 
     Raises:
         ValueError: the layer has no quantized weight (``.to("cuda")`` quantizes it).
@@ -209,12 +213,14 @@ def unload_ipython_extension(shell: Any) -> None:
 
 def _autoload() -> None:
     """Enable the patch if NF4_PATCH=1. Never raise, because bitsandbytes calls this function while it is imported."""
-    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # no variable is set, so nothing more is imported
+    # Without a variable of nf4_patch there is nothing to do, and no other module is imported.
+    if not any(name.startswith("NF4_PATCH") for name in os.environ):
         return
     from .patching.config import Config, ConfigError, options_set
 
     try:
-        if not os.environ.get("NF4_PATCH"):  # only options are set; warn at exit if the program never called enable()
+        # If only variables of options are set, a warning at exit says so, unless the program called ``enable``.
+        if not os.environ.get("NF4_PATCH"):
             atexit.register(_say_what_had_no_effect)
         elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
             _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join(['NF4_PATCH=1', *options_set()])}")
@@ -224,14 +230,14 @@ def _autoload() -> None:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
 
-@functools.cache  # bitsandbytes may call ``_autoload`` again, which must not undo a ``disable``
+@functools.cache  # a second call of ``_autoload`` by bitsandbytes must not turn the patch on again after ``disable``
 def _enabled_once() -> bool:
     return enable()
 
 
 @functools.cache
 def _say(level: int, line: str) -> None:
-    """Log a line once, in rank 0 only and not in data-loader workers."""
+    """Log a line once per process. Only rank 0 logs, and data-loader workers do not."""
     from .patching.config import is_worker, rank
 
     if rank() in ("", "0") and not is_worker():

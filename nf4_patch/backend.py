@@ -1,7 +1,7 @@
 """The entry point that bitsandbytes loads as a backend.
 
-This file is installed beside the package, as ``_nf4_patch_backend``. So ``import bitsandbytes`` works even if the package is
-missing, for example because an editable checkout was moved.
+This file is installed outside the package nf4_patch, as the module ``_nf4_patch_backend``. So ``import bitsandbytes``
+works even if nf4_patch cannot be imported, for example because the folder of an editable install was moved.
 """
 
 

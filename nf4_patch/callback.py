@@ -24,11 +24,11 @@ class ReportCallback(TrainerCallback):
     ``train()`` was called. When training ends, the main process prints ``nf4_patch.status()``.
 
     Args:
-        json_file: also write the status to this file when training ends.
-        quiet: do not print the status.
+        json_file: the main process also writes the status to this file when training ends.
+        quiet: if True, the status is not printed.
 
     Raises:
-        ValueError: ``json_file`` cannot be written. It is raised when training begins.
+        ValueError: ``json_file`` cannot be written. The error is raised when training begins.
     """
 
     def __init__(self, json_file: str | Path | None = None, quiet: bool = False) -> None:

@@ -1,9 +1,10 @@
 """Adapters between library functions and the kernel, one module per library.
 
-For each library function, a row of targets.py names its adapter in the field ``replace``. Adapters may import the
-modules of options, because some calls try an option first, for example the weight cache or the fused matmul.
+An adapter passes the arguments of a library function to the kernel. A row of targets.py names each patched function
+and its adapter (field ``replace``). Adapters may import the modules of options, because some calls try an option before
+the kernel, for example the weight cache or the fused matmul.
 
-Replacements are plain functions, because torch.compile bypasses wrapt objects or breaks the graph at them. Each
-replacement checks at every call whether the patch is on. So a replacement can be turned off even after another library
-has wrapped it.
+A library function is replaced by a plain function. A wrapt object would not do, because torch.compile bypasses it or
+breaks the graph at it. Each replacement checks at every call whether the patch is on. So ``disable`` also works after
+another library has wrapped the replacement.
 """

@@ -1,7 +1,7 @@
-"""Unsloth's dequantization.
+"""Adapter for Unsloth's dequantization.
 
-Newer releases of Unsloth have their own NF4 kernel. A call stays with that kernel unless a measurement showed that
-nf4_patch is faster.
+Newer releases of Unsloth have their own NF4 kernel. This adapter leaves a call to Unsloth's kernel, unless the weight
+cache can serve the call, or the call is eager and nf4_patch was measured to be faster on this GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ..patching.switch import switch
 from ..patching.target import Target
 
 MODULE = "unsloth.kernels.utils"
-USES_OWN_KERNEL = "_USE_NF4_KERNELS"  # Unsloth's global; Unsloth sets it to False if its kernel fails
+# The name of a global variable of Unsloth. Unsloth sets the variable to False if its own NF4 kernel fails.
+USES_OWN_KERNEL = "_USE_NF4_KERNELS"
 OWN_KERNEL_RELEASES = ">= 2026.10"
-# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls. A call
-# that writes into Unsloth's global buffer takes 7.6 us of host time with nf4_patch and 11.1 us with Unsloth's kernel. A
-# call that allocates its result takes 9.4 us with nf4_patch and 24.0 us with Unsloth's kernel. In GPU time, nf4_patch
-# is 1.02 times as fast for a large weight (591 MB read and written), and 1.35 times for a small one (2.6 MB). The
-# machine is an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
+# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
+# A call that writes into Unsloth's global buffer takes 7.6 us of host time with nf4_patch, 11.1 us with Unsloth.
+# A call that allocates its result takes 9.4 us of host time with nf4_patch, 24.0 us with Unsloth.
+# In GPU time nf4_patch is 1.02 times as fast for a weight of 591 MB (read and written), 1.35 times for 2.6 MB.
+# These times were measured on an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains only with "
@@ -43,9 +44,9 @@ def uses_own_kernel() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls stay with Unsloth's own kernel, as compiled calls always do.
+    """Return whether eager calls run Unsloth's own kernel.
 
-    They stay with it unless Unsloth's kernel is slower (SLOWER_ON) on every GPU of the machine.
+    They do, unless Unsloth's kernel was measured to be slower (SLOWER_ON) on every GPU of the machine.
     """
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
@@ -53,13 +54,13 @@ def keeps_eager_calls() -> bool:
 def fast_dequantize(target: Target, original: Function) -> Function:
     """Return the replacement of ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    Compiled code always keeps Unsloth's own kernel. Inductor launches that kernel directly, but would have to call the op of
-    nf4_patch through the dispatcher.
+    Compiled code reads the cached weight if there is one. Otherwise it runs Unsloth's own kernel in the releases that
+    have one. Inductor launches that kernel directly, but would call nf4_patch's op through PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
 
     def adapter(serve, W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> Any:
-        # Unsloth transposes the packed weight only in its backward, which only reads the result
+        # A caller with these arguments only reads the result. Only Unsloth's backward passes a transposed weight.
         only_read = use_global_buffer or (quant_state is not None and W.shape[0] == 1)
         if is_compiling() and out is None and (dense := dense_of(W, quant_state)) is not None:
             return dense

@@ -1,1 +1,1 @@
-"""Keep dequantized weights between calls, for callers that only read them."""
+"""The option ``cache``: keep dequantized weights, and return them to callers that only read them."""

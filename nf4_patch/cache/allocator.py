@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 MIB = 2**20
-UNSPLIT = 20 * MIB  # most bytes that stay unused in a block larger than ``max_split_size``, which is never split
+# The allocator never splits a block larger than ``max_split_size``. At most this many of its bytes stay unused.
+UNSPLIT = 20 * MIB
 
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return the allocator's settings (PYTORCH_CUDA_ALLOC_CONF), or {} for an allocator other than PyTorch's own."""
+    """Return the settings of PyTorch's own CUDA allocator (PYTORCH_CUDA_ALLOC_CONF), or {} if another one is in use."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
@@ -22,11 +23,11 @@ def settings() -> dict[str, Any]:
 def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
     """Return the most bytes that the allocator takes for a tensor of ``nbytes`` bytes.
 
-    The allocator rounds the size up, and may leave a small remainder of a larger block unused.
+    The allocator rounds the size up. If it takes a larger block, a small remainder of the block may stay unused.
 
     Args:
-        known: the allocator's settings. Two of them matter: ``roundup_power2_divisions``, whose keys are sizes in MiB, and
-            ``max_split_size`` in bytes. By default the current settings.
+        known: the allocator's settings, by default the current ones. Two of them matter: ``roundup_power2_divisions``,
+            whose keys are sizes in MiB, and ``max_split_size`` in bytes.
     """
     if known is None:
         known = settings() if torch.cuda.is_initialized() else {}

@@ -1,17 +1,17 @@
 """``cache="auto"``: find the cache's budget by observing the training.
 
-The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such steps
-need. The budget is then the memory that is still free on the GPU, less a margin.
+The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such
+steps need. The budget is then the memory that is still free on the GPU, less a margin.
 
-In four cases the cache gives all of its memory back and waits for two more steps:
+In four cases the cache gives all of its memory back and waits for two more training steps:
 
-* before a forward pass with more rows or longer sequences than any earlier forward pass,
+* before a forward pass with a larger batch (more rows or longer sequences),
 * before the first step of another optimizer,
-* when memory runs short,
+* when the free memory runs short,
 * when another process starts to use the GPU.
 
-A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because there may be
-several such calls in a step: of several optimizers, or of one optimizer per layer that runs during the backward pass.
+A training step is counted when the next forward pass begins. Calls of ``optimizer.step`` are not counted, because one
+training step may have several of them, for example if every layer has an optimizer that runs during the backward pass.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
 from .entry import nobody
 
-STEPS = 2  # training steps to wait for; the first one creates the optimizer's state
+STEPS = 2  # number of training steps to wait for; the first of them creates the optimizer's state
 SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
-# The margin is MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory, because the memory of equal steps varies.
+# The cache leaves a margin of MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory free.
+# Training needs the margin, because equal training steps do not always take equal memory.
 MARGIN, MARGIN_PART = 2**29, 1 / 24
-CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
+CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more are in use, another process has them
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
 
 
 class Auto:
-    """Find the budget of the cache. ``why`` explains the budget, or the wait for one, in ``status()``.
+    """Find the budget of the cache. The attribute ``why`` explains the current budget in ``status()``.
 
     Args:
-        set_budget: sets the bytes per GPU; 0 drops every cached weight.
-        taken: the bytes that the cache takes now, by device.
+        set_budget: a function that sets the budget in bytes per GPU. A budget of 0 drops every cached weight.
+        taken: the bytes that the cache uses now, by device.
     """
 
     def __init__(self, set_budget: Callable[[int], None], taken: Mapping[int, int]):
         self.set_budget, self.taken = set_budget, taken
         self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
-        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, as an optimizer may not be hashable
+        self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
         self.steps = 0  # training steps since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
-        # weak reference to the latest argument of ``forward``
+        # weak reference to the tensor that the method ``forward`` got last
         self.forwarded: Callable[[], torch.Tensor | None] = nobody
-        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, at the time when the budget was found
-        self.needed: dict[int, int] = {}  # for each device, the most bytes that PyTorch had reserved without the cache
+        self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
+        self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the cache, by device
         self.why = "nothing before a training"
-        # logs errors, so that they interrupt no forward pass and no optimizer
+        # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("cache.auto").attempt
         self.hooks = (
             register_optimizer_step_pre_hook(self.before_step),
@@ -88,13 +89,14 @@ class Auto:
         self.stepped = True
 
     def observe(self, *inputs: Any) -> None:
-        """Call ``observed`` so that its errors cannot interrupt the forward pass."""
+        """Call ``observed``. Errors are logged, and do not interrupt the forward pass."""
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """Observe the input of an autograd function.
+        """Observe the input ``x`` of an autograd function.
 
-        ``forwarded`` remembers the input, so that the op that the function calls does not observe it a second time.
+        The autograd function passes ``x`` on to an op whose replacement also observes its input. The attribute
+        ``forwarded`` tells this replacement that ``x`` was already observed.
         """
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
@@ -102,7 +104,7 @@ class Auto:
     def observed(self, *inputs: Any) -> None:
         """Update the budget at the start of a layer's forward, given the layer's arguments.
 
-        The size of the batch comes from the largest activations [..., length, features] among these arguments.
+        The size of the batch is read from the activations of shape [..., length, features] among these arguments.
         """
         found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or is_capturing():
@@ -124,16 +126,17 @@ class Auto:
             self.look()
 
     def batch(self, features: int, rows: int, length: int) -> None:
-        """Drop the cache unless an earlier forward pass had at least as many rows and as long sequences.
+        """Drop the cache if this batch is larger than the earlier ones, because it may need more memory.
 
-        Batches are compared with earlier ones of the same feature count, because images and text have different ones.
+        It is not larger if one earlier batch had at least as many rows and at least as long sequences. Only batches
+        with the same number of features are compared, because this number differs between images and text.
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))
             self.wait(f"the largest batch so far has {rows} tokens, sequences of {length}")
 
     def look(self) -> None:
-        """Drop the cache if memory runs short, or if another process has started to use the GPU."""
+        """Drop the cache if the free memory runs short, or if another process has started to use the GPU."""
         for device, size in list(self.taken.items()):
             if not size:
                 continue
@@ -146,7 +149,7 @@ class Auto:
     def wait(self, why: str) -> None:
         """Drop the cache and wait for two training steps.
 
-        The memory goes back to the driver, so that PyTorch's reserved memory is again what the training needs.
+        The memory of the cache goes back to the driver. Then PyTorch's reserved memory is only what training needs.
         """
         self.steps, self.waits = 0, True
         self.why = f"nothing yet, waiting for {STEPS} training steps: {why}"
@@ -156,9 +159,9 @@ class Auto:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Set the budget to the memory that is free now, less the margin.
+        """Set the budget to the memory that training leaves free, less the margin.
 
-        The training steps so far have made PyTorch reserve all the memory that a step needs.
+        After the training steps so far, PyTorch has reserved all the memory that a training step needs.
         """
         devices = [device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)]
         found = {device: MemoryInfo.of(device) for device in devices}
@@ -174,7 +177,8 @@ class Auto:
             return
         self.waits = False
         self.why = f"{size_in_words(budget)}: what was free at the largest batch so far, less a margin"
-        torch.cuda.empty_cache()  # so that no cached weight is placed inside a block that a training step needs whole
+        # PyTorch's unused blocks are freed first. A cached weight could take part of a block that training needs whole.
+        torch.cuda.empty_cache()
         self.set_budget(budget)
 
 
@@ -188,7 +192,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return the features, the rows and the sequence length of activations [..., length, features]."""
+    """Return the number of features, the number of rows and the length of activations [..., length, features]."""
     *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
 

@@ -16,41 +16,43 @@ from .allocator import allocated
 
 
 def nobody() -> None:
-    """Stand in for a weak reference whose object is gone."""
+    """Return None, as a weak reference does whose object is gone."""
     return None
 
 
 class CacheEntry:
     """The dense copy of a packed weight.
 
-    An entry owns the dense copy and the storages of the scales. It refers weakly to the packed parameter and its storage.
+    A cache entry keeps the dense copy and the storages of the scales alive. It has only weak references to the packed
+    parameter and its storage.
     """
 
-    # the dense copy as [N, K], and transposed as [K, N]. If the weight is not 2-D, both are the copy itself. None after
-    # the copy was dropped
+    # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy
     views: tuple[Tensor, Tensor] | None = None
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight's identity before it is decoded, so that a write during decoding is noticed.
+        """Record the weight's tensors and versions.
+
+        The caller decodes the weight afterwards, so a write during the decoding makes the entry invalid.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
         """
         packed, absmax, *second = weight.tensors()
         self.location, self.fingerprint = location(weight), fingerprint(weight)
-        # ``_cdata`` identifies the storage. The storage's address does not, because addresses are reused.
+        # A storage is identified by ``_cdata``, because another storage may get the same data address later.
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
-        # while this weak reference is held, no other storage gets the same ``_cdata``
+        # As long as this weak reference exists, no other storage gets the same ``_cdata``.
         self.memory = StorageWeakRef(packed.untyped_storage())
-        # held, so that no other scales can be allocated at their addresses
+        # The storages of the scales are kept alive, so that no other scales can get the same addresses.
         self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
         self.device = packed.get_device()  # -1: the CPU
         self.stream = runtime.current_stream(self.device)  # the stream on which the weight is decoded
         self.size = size_of(weight)  # bytes that the dense copy takes in PyTorch's allocator
         self.compiled = False  # whether a compiled layer has read the dense copy
-        self.watcher: Any = None  # a weak reference to the storage of the packed bytes, with a callback
+        self.watcher: Any = None  # weak reference to the packed bytes' storage; ``Cache._add`` sets it, with a callback
         self.other_stream_reads = 0  # consecutive reads on streams other than ``stream``
 
     def fill(self, weight: PackedWeight, result: Tensor, died: Callable[[Any], None]) -> None:
@@ -62,17 +64,18 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release the tensors.
+        """Release the dense copy and the tensors of the packed weight.
 
-        ``size`` and ``dense_memory`` stay, because the dense copy counts against the cache's budget until nothing uses
-        its memory.
+        ``size`` and ``dense_memory`` stay, because a caller may still use the dense copy. Until it is freed, its memory
+        counts against the budget of the cache.
         """
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy if it was decoded from exactly these tensors and nothing was written since, else None.
+        """Return the dense copy, or None if it is not valid for this weight.
 
-        The caller found the entry by addresses and plain fields. That alone proves nothing, because addresses are reused.
+        The copy is valid if it was decoded from exactly these tensors, and neither they nor the copy were written to
+        since then. Equal addresses would not prove that, because addresses are reused.
 
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
@@ -103,17 +106,17 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the parameter that the weight belongs to, the position in the parameter, and the weight's dtype.
+    """Return the weight's key in the cache: the id of its parameter, its position and size in it, and its dtype.
 
-    A weight and its transposed weight have the same location. Replacing the parameter's ``.data`` does not change it.
+    A weight and its transpose have the same key. Replacing the parameter's ``.data`` does not change the key.
     """
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the addresses of the weight's tensors and all plain fields, to compare with those of a cache entry.
+    """Return the addresses of the weight's tensors, and its other fields. A valid cache entry has the same fingerprint.
 
-    They are equal for a weight and its transposed weight.
+    A weight and its transpose have the same fingerprint, too.
     """
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

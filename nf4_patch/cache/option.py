@@ -17,7 +17,7 @@ CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may
 
 
 class Uncached(enum.Enum):
-    """Why the cache did not serve a read. The weight was dequantized instead."""
+    """The reasons why the cache did not serve a read, so that the weight was dequantized."""
 
     BUDGET_SPENT = "the budget has no room for the weight, or for a compiled layer as a whole"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
@@ -41,11 +41,11 @@ class CacheStatus:
     """The state of the weight cache."""
 
     mode: str = "off"  # "off", "auto", or the bytes per GPU
-    taken: dict[int, int] = field(default_factory=dict)  # bytes by device (-1: the CPU), also of dropped weights in use
+    taken: dict[int, int] = field(default_factory=dict)  # bytes by device (-1: the CPU), with dropped weights in use
     weights: int = 0  # cached weights
-    hits: int = 0  # dequantizations saved; a call of a compiled layer counts as one read of each of its weights
+    hits: int = 0  # reads that the cache served; a call of a compiled layer counts as one read per weight
     misses: int = 0  # reads that dequantized
-    uncached: dict[str, int] = field(default_factory=dict)  # reads that were not served, by the name of an Uncached
+    uncached: dict[str, int] = field(default_factory=dict)  # number of reads not served, by reason (a name in Uncached)
     compiled: int = 0  # cached weights that compiled layers have read
     found: str = ""  # with "auto": the budget and its explanation
 
@@ -60,7 +60,7 @@ class CacheStatus:
 
 
 def report(mode: str | int) -> CacheStatus:
-    """Return the cache's status. ``mode``, the option's current value, is needed only if the cache is not imported yet."""
+    """Return the cache's status. If the cache is not imported yet, the status has only ``mode``, the option's value."""
     module = sys.modules.get(f"{__package__}.store")  # not imported here, because it imports torch
     found: CacheStatus = module.cache.snapshot() if module else CacheStatus(str(mode))
     return found
@@ -95,7 +95,7 @@ CACHE = Option(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
             ANY, ".cache.replacements:getweakrefs",
             "swaps of parameters whose weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",  # it imports torch, so torch is imported completely by then
+            after="bitsandbytes.functional",  # this module imports torch, so by then torch is imported completely
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,

@@ -6,7 +6,8 @@ layer looks up all weights of the layer first. While the layer runs, the dense c
 stays intact, because Inductor neither overwrites an input nor reuses its memory. When the layer returns, the copies are
 detached.
 
-A layer reads all of its weights from the cache, or none. So each class of layers has at most two graphs.
+A layer reads all of its weights from the cache, or none. So each class of layers has at most two graphs, one with
+cached weights and one without.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState that holds the dense copy while its layer runs
 gate = switch.gates["cache"]
-# a list of one dense weight. Copies of the state share the list, so emptying it frees the weight for all of them
+# A list with one dense weight. All copies of a quantization state share this list, so clearing it frees the weight.
 Attached = list[torch.Tensor]
 
 
 class Running:
-    """The layers that are running now with weights from the cache.
+    """The compiled layers that are running now and read weights from the cache.
 
-    While no such layer runs, ``dense_of`` reads only the attribute ``any``. Dynamo then compiles the same graph as
+    While there is no such layer, ``dense_of`` reads only the attribute ``any``, so Dynamo compiles the same graph as
     without a cache.
     """
 
@@ -62,11 +63,11 @@ running = Running()
 def dense_of(packed: torch.Tensor, state: Any) -> torch.Tensor | None:
     """Return the dense copy attached to a quantization state, or None.
 
-    Dynamo traces this function, and guards on everything that the function reads.
+    Dynamo traces this function, and adds a guard for every value that the function reads.
     """
     if not running.any or not hasattr(state, "quant_type"):
         return None
-    # not getattr, because Dynamo would then trace QuantState.__getattr__ and guard on what it reads
+    # ``getattr`` would make Dynamo trace QuantState.__getattr__ and add guards for everything that it reads.
     attached: Attached | None = state.__dict__.get(NAME)
     if not attached:
         return None
@@ -77,14 +78,14 @@ class Layer:
     """A compiled layer: where its 4-bit weights are, and the dense copies that are attached while it runs."""
 
     def __init__(self, module: torch.nn.Module):
-        self.lock = new_lock()  # one thread at a time runs the layer, because all threads share its quantization states
-        self.refused_at = -1  # value of ``cache.generation`` when there last was no room for the layer
+        self.lock = new_lock()  # lets one thread at a time run the layer, because threads share its quantization states
+        self.refused_at = -1  # value of ``cache.generation`` when the cache last had no room for the layer
         self.entries: set[CacheEntry] = set()  # the cached weights that the layer reads
         self.attached: list[tuple[Any, Attached]] = []  # (state, dense copy) of each weight, while the layer runs
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
-        """Find the modules whose parameter ``weight`` has a quantization state of bitsandbytes."""
+        """Find the layer's 4-bit weights: parameters named ``weight`` with a quantization state of bitsandbytes."""
         self.paths: list[list[str]] = []  # the names that lead to each module
         self.devices: set[int] = set()
         for name, each in module.named_modules():
@@ -96,10 +97,10 @@ class Layer:
                     self.devices.add(weight.get_device())
 
     def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        """Yield the quantization state of each weight, and its PackedWeight or the Reason why there is none."""
+        """Yield each weight's quantization state, and its PackedWeight or the Reason why it cannot be decoded."""
         for path in self.paths:
             owner: Any = module
-            for name in path:  # by names, because a stored reference would miss that a module was replaced
+            for name in path:  # modules are looked up by name, because the user may have replaced one
                 owner = None if owner is None else owner._modules.get(name)
             packed: Any = None if owner is None else owner._parameters.get("weight")
             state = getattr(packed, "quant_state", None)
@@ -114,7 +115,7 @@ class Layer:
             state.__dict__[NAME] = dense
 
     def detach(self) -> None:
-        """Undo ``attach``, even if an interrupt stopped ``attach`` or an earlier ``detach``."""
+        """Undo ``attach``, even if an interrupt (Ctrl-C) stopped ``attach`` or an earlier ``detach``."""
         for state, dense in self.attached:
             dense.clear()
             state.__dict__.pop(NAME, None)
@@ -125,9 +126,9 @@ class Layer:
     def drop(self, keep: Container[CacheEntry] = ()) -> None:
         """Drop the layer's cached weights, except those in ``keep``.
 
-        The garbage collector calls this method when the layer is freed. It is not enough that the cache drops the
-        weights of freed parameters, because the layer's parameters may live longer than the layer. A copy of a
-        bitsandbytes parameter refers to the original parameter's module, and so keeps the original parameter alive.
+        This method also runs when the layer is freed. The cache drops the weights of freed parameters, but the layer's
+        parameters may live longer than the layer. For example, a copy of a bitsandbytes parameter refers to the
+        original parameter's module, and so keeps the original parameter alive.
         """
         for entry in self.entries:
             if entry not in keep:
@@ -140,8 +141,8 @@ class Layers:
 
     Args:
         target: the target's name.
-        only_read: a function, called before a layer runs. It returns whether no other library wraps the dequantization
-            that the target's library calls. A wrapper could write into the cached weights.
+        only_read: a function that is called before a layer runs. It returns False if another library wraps the
+            dequantization that the layer calls, because such a wrapper could write into cached weights.
     """
 
     def __init__(self, target: str, only_read: Callable[[], bool] = lambda: True):
@@ -150,7 +151,7 @@ class Layers:
         self.layers: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
 
     def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a compiled ``forward``. It attaches the layer's cached weights while ``forward`` runs."""
+        """Wrap a compiled ``forward``, so that the layer's cached weights are attached while ``forward`` runs."""
         attempt = self.dequantizer.fallbacks.attempt
 
         @functools.wraps(forward)
@@ -172,7 +173,7 @@ class Layers:
                 layer = self.layers[module] = Layer(module)
                 weakref.finalize(module, layer.drop).atexit = False
             with layer.lock:
-                layer.detach()  # in case an interrupt stopped the ``detach`` of an earlier call
+                layer.detach()  # an interrupt may have stopped the ``detach`` of an earlier call
                 found = attempt(self.read, module, layer)
                 if not found or isinstance(found, Reason):
                     return forward(module, *args, **kwargs)
@@ -185,10 +186,10 @@ class Layers:
         return entry
 
     def read(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | Reason:
-        """Decode and cache the layer's missing weights. Return the quantization state and dense copy of each weight.
+        """Return each weight's quantization state and dense copy. Missing weights are decoded and cached first.
 
-        Return an empty list if the cache cannot serve all weights of the layer, or the Reason why a weight cannot be
-        decoded.
+        The result is an empty list if the cache cannot serve all weights of the layer. If a weight cannot be decoded,
+        the result is the Reason.
         """
         if cache.is_unsettled:
             cache.settle()
@@ -200,7 +201,8 @@ class Layers:
         elif not self.only_read():
             why = Uncached.WRAPPED
         elif any(map(runtime.current_stream, layer.devices)):
-            why = Uncached.OTHER_STREAM  # a CUDA graph captured there would read memory that the cache may free
+            # A CUDA graph may be captured on a side stream. Its replays would read memory that the cache may free.
+            why = Uncached.OTHER_STREAM
         else:
             with plain_methods():
                 states = self.find(module, layer)
@@ -224,7 +226,7 @@ class Layers:
         return []
 
     def find(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | None:
-        """Return the quantization state and dense copy of each weight of a layer, or None if a valid copy is missing."""
+        """Return each weight's quantization state and cached dense copy, or None if a weight has no valid copy."""
         states, entries = [], []
         for state, weight in layer.weights(module):
             found = None if type(weight) is Reason else cache.find(weight)
@@ -237,16 +239,17 @@ class Layers:
             entries.append(found[1])
         for (_, (dense,)), entry in zip(states, entries, strict=True):
             if not entry.compiled:
-                torch._dynamo.mark_static_address(dense, guard=False)  # so that a CUDA graph does not copy the input
+                # The address of the dense copy never changes, so a CUDA graph need not copy this input.
+                torch._dynamo.mark_static_address(dense, guard=False)
                 torch._dynamo.mark_static(dense)
                 entry.compiled = True
         layer.entries.update(entries)
         return states
 
     def fill(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
-        """Decode the weights that are not cached yet, and cache them. Return None.
+        """Decode and cache the weights that are not cached yet.
 
-        If one of them cannot be cached, cache none of them and return the reason.
+        Return None if all weights of the layer are cached now, else the reason why one of them is not.
         """
         layer.find(module)
         missing, cached, sizes = {}, set(), Counter[int]()
@@ -274,9 +277,10 @@ class Layers:
 
 
 def is_checkpointed() -> bool:
-    """Return whether the call runs in a non-reentrant checkpoint. A layer in such a checkpoint does not read from the cache.
+    """Return whether the layer runs in a non-reentrant checkpoint. There it must not read from the cache.
 
-    The recompute must save the same tensors as the forward. That would fail if the cache dropped a weight in between.
+    The recompute of such a checkpoint must save the same tensors as the forward. It would save others if the cache
+    dropped a weight between the forward and the recompute.
     """
     hooks = saved_tensors_hooks(True)
     return hooks is not None and (hooks is True or hooks[0].__module__ == "torch.utils.checkpoint")

@@ -1,4 +1,4 @@
-"""Replacements of library functions that tell the cache about a forward pass, a swap of tensors or a resized storage."""
+"""Replacements of library functions. They tell the cache of a forward pass, a tensor swap or a resized storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store import cache
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that ``cache="auto"`` observes A first."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that ``cache="auto"`` gets the size of ``A``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cache.auto is not None and len(args) > 1:
@@ -26,8 +26,8 @@ def observed(target: Target, original: Function) -> Function:
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that the cache first drops its own weak references to the tensor.
 
-    ``torch.utils.swap_tensors`` calls it to refuse tensors that have weak references. ``swap_tensors`` itself cannot be
-    replaced, because callers may hold it under any name.
+    ``torch.utils.swap_tensors`` calls ``getweakrefs``, and refuses a tensor that has weak references. ``swap_tensors``
+    itself cannot be replaced, because other modules may have imported it already.
     """
 
     def attempt(object: Any, /) -> Any:
@@ -41,7 +41,8 @@ def getweakrefs(target: Target, original: Function) -> Function:
 def resize(target: Target, original: Function) -> Function:
     """Replace ``UntypedStorage.resize_``, so that the cache first drops the weights that were decoded from the storage.
 
-    FSDP frees and refills storages with ``resize_``, which does not raise a version counter.
+    FSDP frees and refills storages with ``resize_``, which does not raise a version counter. Without this replacement,
+    the cache would return the old weight.
     """
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:

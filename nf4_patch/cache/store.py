@@ -1,10 +1,11 @@
 """The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
 
-Frozen weights do not change, but a training step decodes each of them two or three times. The cache keeps the dense copies
-for callers that only read them. Weights are cached in the order of their first read, and stay. docs/notes/weight-cache.md
-compares this policy with others.
+Frozen weights do not change, but a training step decodes (dequantizes) each of them two or three times. The cache keeps
+the dense copies for callers that only read them. A weight is cached at its first read if there is room, and then stays
+in the cache. docs/notes/weight-cache.md compares this policy with others.
 
-A cached weight belongs to a parameter. Every read checks that parameter, its version counter and its memory.
+Only weights of parameters are cached. Every read checks that the parameter, its version counter and its memory are
+still those from which the dense copy was decoded.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from .entry import CacheEntry, fingerprint, location, nobody, size_of
 from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
-FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)  # raised if a field is no tensor or has no version counter
-# After this many consecutive reads on streams other than the one that decoded the weight, the entry is dropped. The
-# next read decodes the weight again, on its own stream.
+# The errors that are raised if a field of a weight is not a tensor, or is a tensor without a version counter.
+FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)
+# A cache entry is dropped after this many consecutive reads on streams other than the one that decoded the weight.
+# The next read then decodes the weight again, on the reader's stream.
 OTHER_STREAM_READS = 3
 
 
 class StaleWeightError(RuntimeError):
-    """With NF4_PATCH_STRICT=1: a cached weight differs from what its packed bytes decode to."""
+    """Raised with NF4_PATCH_STRICT=1 if a cached weight is not what its packed bytes decode to now."""
 
 
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Every change is made under ``lock``. A tensor may be freed at any point of any thread, even in the middle of a change.
-    Therefore the callback of a freed tensor only empties the entry, and the next change removes the entry.
+    Every change of the cache is made under ``lock``. When a tensor of a cached weight is freed, a callback runs at
+    once, even in the middle of a change. So the callback only frees the dense copy. The next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -54,24 +56,24 @@ class Cache(dequantizer.Reader):
         self.auto: Auto | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
         self.weights: dict[tuple[object, ...], CacheEntry] = {}  # entries by ``location``
-        self.taken: Counter[int] = Counter()  # bytes by device, including dropped weights that are still in use
+        self.taken: Counter[int] = Counter()  # bytes by device, including dropped dense copies in use
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
-        self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
-        self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
-        self.storages: dict[int, StorageRecord] = {}  # storages of packed bytes and scales, by ``_cdata``
-        self.generation = 0  # counts the changes after which there may be more room
+        self.death = object()  # a new object whenever a tensor or storage of a cached weight was freed
+        self.settled_death = self.death  # the value of ``death`` when ``settle`` last removed entries
+        self.storages: dict[int, StorageRecord] = {}  # records by the ``_cdata`` of the storage
+        self.generation = 0  # counts the changes that may have made room for more weights
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
-        self.pinning = -1  # the stream on which a CUDA graph is being captured, -1 if there is none
-        self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the cached weights that the graph reads
+        self.pinning = -1  # the stream on which ``pinned`` collects weights, or -1
+        self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the weights that ``pinned`` collected
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
         """Collect the cached weights that are read on this stream while a CUDA graph is captured.
 
-        No new weight is cached on this stream meanwhile. The graph may be replayed only as long as ``CacheEntry.of`` still
-        returns every collected weight.
+        During the capture no new weight is cached on this stream. The caller may replay the graph only as long as
+        ``CacheEntry.of`` still returns every collected weight.
         """
         try:
             self.pins = []
@@ -83,29 +85,29 @@ class Cache(dequantizer.Reader):
     def invalidate(self, entry: CacheEntry) -> None:
         """Free an entry's dense copy. The next change of the cache removes the entry.
 
-        The garbage collector calls this method when a tensor of the packed weight is freed, at any point of any thread.
+        This method runs when a tensor of the packed weight is freed. That may happen at any time, in any thread.
         """
         entry.views = None
         self.death = object()
 
     @property
     def is_unsettled(self) -> bool:
-        """Return whether ``settle`` has something to do."""
+        """Return whether ``settle`` has entries to remove or memory to subtract."""
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights, and subtract dense copies that are no longer in use from ``taken``.
+        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them.
 
-        If an interrupt stops this method, the next call completes the work.
+        If an interrupt (Ctrl-C) stops this method, the next call completes the work.
         """
         with self.lock:
             if (death := self.death) is not self.settled_death:
                 self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
                 self.settled_death = death
             for entry in self.dropped:
-                entry.empty()  # again, in case an interrupt stopped ``_drop``
+                entry.empty()  # an interrupt may have stopped ``_drop`` before it did this
                 if entry.dense_memory.expired():
-                    # one statement, so that an interrupt cannot come between the two assignments
+                    # Both assignments are in one statement, so that an interrupt cannot come between them.
                     self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
                     self.generation += 1
             self.dropped = [entry for entry in self.dropped if entry.size]
@@ -113,10 +115,10 @@ class Cache(dequantizer.Reader):
     # --- the budget ---
 
     def configure(self, mode: str | int) -> None:
-        """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
+        """Set the mode: "off", "auto" or a number of bytes per device. A new mode starts with an empty cache."""
         if mode != self.mode:
             with self.lock:
-                self.on, self.mode = False, ""  # so that the next call starts over if an interrupt stops this one
+                self.on, self.mode = False, ""  # if an interrupt stops this call, the next call starts over
                 self.release()
                 self.storages.clear()
                 if self.auto is not None:
@@ -127,7 +129,7 @@ class Cache(dequantizer.Reader):
                 self.on, self.mode = mode != "off", mode
 
     def set_budget(self, budget: int) -> None:
-        """Set the bytes per device. A budget of 0 drops every cached weight."""
+        """Set the budget, in bytes per device. A budget of 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
             self.generation += 1
@@ -139,15 +141,15 @@ class Cache(dequantizer.Reader):
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """Return the dense weight from the cache. The caller must not write into it.
 
-        A weight that is not cached yet is decoded and cached, if there is room and nothing forbids it.
+        A weight that is not cached yet is decoded and cached, if the budget has room and ``why_not`` allows it.
 
         Returns:
-            The dense weight, or None if the caller has to decode the weight itself, or the Reason that ``decode`` returned.
+            The dense weight. None if the caller has to decode the weight itself. A Reason if ``decode`` returned one.
 
         Raises:
             StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
         """
-        try:  # the first lines of ``find``, without the cost of a call
+        try:  # these lines repeat the beginning of ``find``, which saves the cost of a call
             entry = weight.memo().entry
             result = None if entry is None else entry.of(weight)
         except FIELD_ERRORS:
@@ -171,7 +173,7 @@ class Cache(dequantizer.Reader):
             self.uncached[Uncached.CUDA_GRAPH] += 1
             return None
         entry.other_stream_reads = 0
-        self.hits += 1  # CPython does not switch threads within this line, because it calls nothing
+        self.hits += 1  # needs no lock, because CPython does not switch threads within a line that calls nothing
         if switch.strict:
             decoded = decode(weight)
             if isinstance(decoded, Reason):
@@ -180,7 +182,7 @@ class Cache(dequantizer.Reader):
         return result
 
     def find(self, weight: PackedWeight) -> tuple[Tensor, CacheEntry] | None:
-        """Return a weight's valid dense copy and its entry, or None. An entry that is no longer valid is dropped."""
+        """Return a weight's dense copy and its cache entry, or None. An entry that is no longer valid is dropped."""
         entry: CacheEntry | None = None
         try:
             memo = weight.memo()
@@ -199,7 +201,7 @@ class Cache(dequantizer.Reader):
         return None
 
     def why_not(self, weight: PackedWeight) -> Uncached | None:
-        """Return why a weight on the GPU cannot be cached, now or ever. None means that only the budget may prevent it."""
+        """Return the reason why a weight on the GPU must not be cached, or None. The budget is not checked."""
         owner = weight.owner()
         if any(tensor.is_inference() for tensor in weight.tensors()):
             return Uncached.INFERENCE_TENSOR
@@ -222,7 +224,7 @@ class Cache(dequantizer.Reader):
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
-            return None  # the caller's guards then name the Reason
+            return None  # the caller then checks its guards, which name the Reason
         why = self.why_not(weight)
         if why is None:
             result = self.keep(weight, decode)
@@ -234,26 +236,27 @@ class Cache(dequantizer.Reader):
         return None
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode a weight and cache the result until the weight changes. Return None if there is no room.
+        """Decode a weight and cache the result. Return None if the budget has no room.
+
+        If the decode runs out of memory with ``cache="auto"``, drop every cached weight and return None.
 
         Raises:
-            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size. With "auto", no error is
-                raised: the cache is dropped, and None is returned.
+            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
         """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
-        with self.lock:  # the lock is released before the decode, which is slow
+        with self.lock:  # the lock is not held during the decode below, because the decode is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
         entry = CacheEntry(weight)
         self.misses += 1
         try:
-            with torch.inference_mode(False):  # so that training can read what generation decoded
+            with torch.inference_mode(False):  # training may read this dense copy after generation decoded it
                 result = decode(weight)
         except torch.OutOfMemoryError as error:
             if self.auto is None:
                 raise
-            self.auto.wait(f"{error}"[:80])  # drops the cache; the caller then decodes the weight itself
+            self.auto.wait(f"{error}"[:80])  # drops every cached weight; the caller then decodes this weight itself
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile
@@ -276,18 +279,19 @@ class Cache(dequantizer.Reader):
         for scales in entry.scales:
             self.storages.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
         entry.fill(weight, result, lambda _: self.invalidate(entry))
-        # The callback only makes ``settle`` check the storage, because the storage may still be alive. PyTorch 2.8 drops a
-        # storage's Python object at every garbage collection, and PyTorch 2.13 drops it before the storage expires.
+        # This callback runs when the storage's Python object is freed. The storage may still be alive then, because
+        # PyTorch 2.8 frees the Python object at every garbage collection, and PyTorch 2.13 before the storage expires.
+        # So the callback drops nothing, and only makes ``settle`` check the storage.
         entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
         self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
 
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry if it is in the cache. Its dense copy stays counted in ``taken`` until nothing uses the copy."""
+        """Remove an entry if it is in the cache. ``taken`` counts its dense copy until nothing uses the copy."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
-        # An interrupt after this line may lead to a second append, but ``settle`` subtracts the size only once.
+        # After an interrupt below this line, the entry may be appended again. ``settle`` subtracts its size only once.
         self.dropped.append(entry)
         del self.weights[entry.location]
         entry.empty()
@@ -303,13 +307,13 @@ class Cache(dequantizer.Reader):
             self.settle()
 
     def release(self, condition: Callable[[CacheEntry], bool] = lambda entry: True) -> None:
-        """Drop the entries that meet the condition, by default all. PyTorch gets the memory back once nothing uses it."""
+        """Drop the entries that meet the condition, by default all. Dense copies are freed once nothing uses them."""
         with self.lock:
             self._drop_where(condition)
             self.settle()
 
     def drop_storage(self, number: int, resized: bool = False) -> None:
-        """Drop the weights decoded from this storage. With ``resized``, no weight in it is cached again."""
+        """Drop the weights decoded from this storage. If it is ``resized``, its weights are never cached again."""
         record = self.storages.get(number)
         if record is None or record.reference.expired():
             return
@@ -325,7 +329,7 @@ class Cache(dequantizer.Reader):
     # --- status ---
 
     def no_room(self) -> Uncached:
-        """Return why there is no room: "auto" has no budget yet, or the budget is spent."""
+        """Return the reason why there is no room: ``cache="auto"`` has no budget yet, or the budget is spent."""
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
@@ -362,18 +366,19 @@ class Cache(dequantizer.Reader):
 class StorageRecord:
     """The cache's record of a storage that holds packed bytes or scales of cached weights.
 
-    Weights in two kinds of storage are not cached. The first is a storage that FSDP frees and refills with ``resize_``, without
-    a new version. The second is a storage that two parameters share: a write through one parameter does not raise the version
-    counter of the other parameter.
+    Weights in two kinds of storage are not cached, because their version counters do not show every write:
+
+    * a storage that was resized with ``resize_``, as FSDP does to free and refill it,
+    * a storage that two parameters share, because a write through one does not raise the version counter of the other.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
-        self.reference = reference  # while this weak reference is held, no other storage gets the same ``_cdata``
-        self.owner = owner  # returns the parameter in this storage, or None
+        self.reference = reference  # as long as this weak reference exists, no other storage gets the same ``_cdata``
+        self.owner = owner  # weak reference to the parameter in this storage, or a function that returns None
         self.resized = self.aliased = False
 
     def why_not(self, owner: Tensor) -> Uncached | None:
-        """Return why this parameter's weights cannot be cached, or None."""
+        """Return the reason why weights of the parameter ``owner`` must not be cached, or None."""
         known = self.owner()
         if known is None:
             self.owner = weakref.ref(owner)
@@ -384,7 +389,7 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    This includes torch.compile's warm-up for a graph, which runs on a side stream and allocates from the graph's private pool.
+    torch.compile warms up a CUDA graph on a side stream, and this warm-up also allocates from the graph's private pool.
     So once Inductor's module for CUDA graphs is imported, the result is True on every side stream.
     """
     stream = runtime.current_stream(device)
@@ -394,7 +399,7 @@ def is_captured(device: int) -> bool:
 
 
 cache = dequantizer.reader = Cache()
-# The cache is emptied before the interpreter clears the modules. Clearing a module frees tensors, and an entry would
-# still be called back when its tensors are freed.
+# At exit, the cache is emptied before the interpreter clears the modules. Clearing the modules frees tensors.
+# If the cache still had entries then, their callbacks would run in the middle of this.
 atexit.register(cache.configure, "off")
 switch.follow(lambda config: cache.configure(switch.value("cache")))

@@ -1,4 +1,4 @@
-"""Unsloth's compiled layers, with weights from the cache."""
+"""Let Unsloth's compiled layers read their weights from the cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .pinned import Layers
 
 
 def only_unsloth_reads() -> bool:
-    """Return whether Unsloth's layers alone read the dequantized weights.
+    """Return whether no other library gets the weights that Unsloth's layers dequantize.
 
-    They do if no wrapper of another library stands between them and this package's dequantization.
+    A wrapper that another library put around Unsloth's dequantization would get them, and could write into them.
     """
     utils, fast_lora = (vars(sys.modules[f"unsloth.kernels.{name}"]) for name in ("utils", "fast_lora"))
     functions = utils["fast_dequantize"], fast_lora["fast_dequantize"]
@@ -28,7 +28,7 @@ def only_unsloth_reads() -> bool:
 
 
 def compiled_layers(target: Target, original: Function) -> Function:
-    """Replace Unsloth's ``_wrap``, which compiles the ``forward`` of a layer class as one region.
+    """Replace Unsloth's ``_wrap``, which compiles the whole ``forward`` of a layer class.
 
     The replacement also wraps the compiled ``forward``, so that layers of this class read their weights from the cache.
     """

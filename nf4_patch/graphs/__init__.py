@@ -1,1 +1,1 @@
-"""``enable(graphs="auto")``: decoder layers run as CUDA graphs, so that a training step does not wait for Python."""
+"""The option ``graphs="auto"``: run decoder layers as CUDA graphs, so that the GPU does not wait for Python."""

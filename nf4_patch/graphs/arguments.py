@@ -1,4 +1,8 @@
-"""The arguments of a captured layer: a key that selects the graph, and tensors that are copied into static buffers."""
+"""The arguments of a layer that runs as a CUDA graph.
+
+Plain values and the layouts of tensors form the key that selects a graph. The tensors themselves are copied into the
+static buffers that the graph reads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ..nf4.runtime import runs_on
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 TENSORS = frozenset({Tensor, torch.nn.Parameter})
-DROPPED = "num_items_in_batch"  # Trainer passes this number to every layer, but no layer reads it
+DROPPED = "num_items_in_batch"  # an argument that Trainer passes to every layer, although no layer reads it
 
 
 class Unsupported(Exception):
@@ -21,12 +25,14 @@ class Unsupported(Exception):
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a hashable description of a layer's arguments, for the key of a graph.
+    """Return a hashable description of a layer's arguments, which becomes part of the key of a graph.
 
-    The description contains the layout of each tensor, but not its contents. Each tensor is appended to ``tensors`` once.
+    The description contains the layout of each tensor, but not its contents. Each tensor is appended to ``tensors``,
+    but only once if it occurs several times.
 
     Raises:
-        Unsupported: an argument is not a tensor, a plain value, or a tuple, list or dict of them.
+        Unsupported: a graph cannot replay an argument, for example an inference tensor or an object of another class
+            than tensor, plain value, tuple, list or dict.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -39,7 +45,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
         if other is value:
-            # for the second occurrence of a tensor, the key holds the index of the first, because both share one buffer
+            # If a tensor occurs again, the key has the index of the first occurrence, because both share one buffer.
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument that requires a gradient")
@@ -50,7 +56,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with ``replacements(tensor)`` in place of every tensor, and without dict entries named DROPPED."""
+    """Return ``value`` with every tensor replaced by ``replacements(tensor)``, and without the argument DROPPED."""
     if isinstance(value, Tensor):
         return replacements(value)
     if type(value) in (tuple, list):
@@ -61,7 +67,7 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 def flattened(value: Any) -> Any:
-    """Return a description of ``value`` that changes if something is written into one of its lists and dicts."""
+    """Return a description of ``value`` that changes if an item in one of its lists or dicts is replaced or added."""
     if type(value) in (tuple, list):
         return [flattened(item) for item in value]
     if type(value) is dict:
@@ -70,7 +76,7 @@ def flattened(value: Any) -> Any:
 
 
 class Slot:
-    """A static buffer that graphs read, and a note of the tensor that was copied into the buffer last."""
+    """A static buffer that graphs read, and a weak reference to the tensor that was last copied into the buffer."""
 
     def __init__(self, tensor: Tensor):
         self.layout = layout_of(tensor)
@@ -84,7 +90,7 @@ class Slot:
     def load(self, tensor: Tensor) -> None:
         """Copy the tensor into the buffer, unless the buffer already holds it.
 
-        All layers of a step share masks and position embeddings, so only the first layer copies them.
+        All layers get the same masks and position embeddings in a step, so only the first layer copies them.
         """
         if self.source() is tensor and self.version == tensor._version:
             return
@@ -98,10 +104,10 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Return a slot for each tensor, all different, and copy the tensors into the slots.
+    """Copy each tensor into a slot of its own, and return the slots.
 
-    A tensor gets the slot that already holds it, or else a slot whose tensor was freed. If there is neither, it gets a new slot,
-    which is added to ``slots``.
+    A tensor gets the slot that already holds it. If there is none, it gets a slot whose last tensor was freed. If there
+    is none of those either, it gets a new slot, which is added to ``slots``.
     """
     taken: list[Slot] = []
     for tensor in tensors:
