@@ -1,4 +1,4 @@
-"""Triton kernels for a mixture of experts. They run between the grouped matrix products.
+"""Triton kernels that run between the grouped products of a mixture of experts (products with one weight per expert).
 
 The router sends each token to TOP_K experts, so each token has TOP_K rows, one per chosen expert. The rows are sorted
 by expert. A slot is an index into the router's weights: the k-th expert of a token has the slot token * TOP_K + k. All

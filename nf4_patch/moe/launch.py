@@ -1,6 +1,6 @@
-"""Launch the kernels of kernels.py on PyTorch tensors. They run between the grouped products of a mixture of experts.
+"""Launch the kernels of kernels.py on PyTorch tensors.
 
-kernels.py explains the words row and slot. reference.py defines the results. All tensors of a call are on one device.
+kernels.py says what the kernels do, and explains the words row and slot. reference.py defines the results. All tensors of a call are on one device.
 No function writes into its arguments.
 """
 
@@ -31,13 +31,13 @@ def supports(tensor: Tensor) -> bool:
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """Launch a kernel with one program per row.
+    """Launch a kernel on all rows.
 
     Args:
         tensors: the tensor arguments of the kernel.
         width: the number of columns.
         rows: the number of rows.
-        by_block: launch one program per row and block of columns instead.
+        by_block: True launches one program per row and block of columns. False launches one program per row.
         constants: the compile-time constants of the kernel.
     """
     block = min(BLOCK, triton.next_power_of_2(width))
@@ -80,9 +80,9 @@ def weigh(
         of_weights: also compute the gradient of the router's weights.
 
     Returns:
-        A pair. First the weighted gradient, [tokens * top_k, width]. Then the gradient of the router's weights,
-        [tokens, top_k], or None without ``of_weights``. For each weight, it is the dot product of the weight's row of
-        ``gradient`` and of ``rows``.
+        First, the result, [tokens * top_k, width]. Second, the gradient of the router's weights, [tokens, top_k], or
+        None without ``of_weights``. The gradient of a row's weight is the dot product of the row in ``gradient`` and
+        the row in ``rows``.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
