@@ -1,7 +1,7 @@
 """Launch the kernels of kernels.py on PyTorch tensors.
 
-kernels.py says what the kernels do, and explains the words row and slot. reference.py defines the results. All tensors of a call are on one device.
-No function writes into its arguments.
+kernels.py says what the kernels do, and explains the words row and slot. reference.py defines the results. All tensors
+of a call are on one device. No function writes into its arguments.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ UNROLL = tl.constexpr(2)  # steps per program; a thread decodes one group of ele
 
 @triton.jit
 def multiply(a, b, FTZ):
-    """Return a * b in fp32, rounded once. With FTZ, subnormals become zero, as in CUDA code built with --use_fast_math."""
+    """Return a * b in fp32, rounded once. With FTZ, subnormals become zero, as with nvcc's --use_fast_math."""
     if FTZ:
         return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
@@ -69,7 +69,7 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
     """Return the fp32 scale of a block from ``first``, the block's absmax.
 
     If FLAT, the absmax is the scale. Otherwise the scale is code2[first] * second + offset. Its product and its sum
-    must be rounded separately. So the launch forbids the compiler to fuse them into an FMA.
+    must be rounded separately, so the kernel is compiled without fusing them into an FMA.
     """
     if FLAT:
         return first
@@ -98,7 +98,7 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     # lies inside one block.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # Mask the absmax by block and not by group: a thread without a group still needs the absmax of its block, because
+    # Mask the absmax by block and not by group: a thread past the last group still needs the absmax of its block, because
     # the thread computes an entry of the table that its half warp shares.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
@@ -205,7 +205,7 @@ def dequantize_kernel(
     # Threads in the first block of their half warp use ptx.SELECT_LOW, and threads in the second block ptx.SELECT_HIGH.
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    # Loads and stores are masked with the numbers of groups and blocks of the weight. None means that no mask is needed.
+    # ``groups`` and ``blocks``, the numbers of groups and blocks, mask the loads and stores. None means no mask.
     groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)
     blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
