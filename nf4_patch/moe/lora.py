@@ -59,8 +59,8 @@ class Wrapper:
         """Return the LoRA factors (left, right) of all active adapters, concatenated along the rank.
 
         left @ right is the tensor that peft would add to the stack. ``product.Lora`` gives the shapes. peft stores
-        lora_A as [experts * rank, in], with the ranks of one expert next to each other. It stores lora_B as [out, rank
-        * experts], with the experts of one rank next to each other.
+        lora_A as [experts * rank, in], where the rank index varies fastest. It stores lora_B as [out, rank * experts],
+        where the expert index varies fastest.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -225,8 +225,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
     Raises:
         ValueError: in one of two cases. Either peft before 0.19 wrote the adapter with A and B swapped, and the weight
             of each expert is square, so that no shape shows the swap. Or Unsloth wrote lora_B in a layout that peft
-            cannot read. Releases before 2026.9.6 write [out, experts * rank], with the ranks of one expert next to each
-            other.
+            cannot read. Releases before 2026.9.6 write [out, experts * rank], where the rank index varies fastest.
     """
     import peft
     from packaging.version import parse
@@ -297,13 +296,12 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
 
     chain.__class__ = Chain
     # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads.
-    # Inference mode is off, because training cannot use tensors that were made in inference mode.
+    # Inference mode must be off, because training cannot use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
         stack.callback(parametrize._cache.clear)
         stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
-        vars(self)["merged_adapters"] = list(
-            adapters
-        )  # peft changes this copy. ``requantize`` updates the original list.
+        # peft changes a copy of the list, and ``requantize`` updates the original list.
+        vars(self)["merged_adapters"] = list(adapters)
         try:
             original(self, *args, **kwargs)
         except Exception:  # One adapter was broken, but peft has already merged the adapters before it.

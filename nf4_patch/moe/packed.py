@@ -21,7 +21,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
     """
 
     # Switch ``__torch_function__`` off. The version of bitsandbytes is written in Python.
-    # It costs 11 us per layer each time the weight is read (2-core CPU machine, Python 3.11).
+    # That Python code costs 11 us per layer each time the weight is read (2-core CPU machine, Python 3.11).
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def end_caching(module: torch.nn.Module) -> None:
     """Make bitsandbytes stop caching the dense stacks of a module even if the module's forward raises an exception.
 
     bitsandbytes caches dense stacks during a forward, and stops in a forward hook. Before release 0.50, an exception
-    skips this hook. Gradient checkpointing ends its recompute with an exception, so every dense stack would stay in
+    skips this hook. Gradient checkpointing ends its recompute early with an exception, so every dense stack would stay in
     memory.
     """
     library: Any = sys.modules["bitsandbytes.nn.parametrize"]

@@ -81,7 +81,7 @@ class FrozenProduct(torch.autograd.Function):
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
         # Save the packed tensors for one reason: autograd then checks that no code writes into them before the backward.
-        # Hooks on saved tensors copy the tensors, and autograd does not check copies. So with hooks, save none.
+        # If there are hooks on saved tensors, save none, because hooks copy tensors, and autograd does not check copies.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)

@@ -36,9 +36,7 @@ class PackedExperts:
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
-    only_read: bool = (
-        False  # True if no caller writes into the dense stack. ``dense`` may then return it from the cache.
-    )
+    only_read: bool = False  # True if no caller writes into the dense stack. ``dense`` may then return a cached one.
 
     def dense(self) -> Tensor:
         """Decode all experts. Return [experts, ...]. The result may come from the cache, so do not write into it."""

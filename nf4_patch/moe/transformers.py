@@ -104,9 +104,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         if isinstance(refused, Reason):
             if not wrappers:
                 return refused
-            dequantizer.fallbacks.count(
-                refused
-            )  # nf4_patch's forward still runs, to apply LoRA, but on the dense stack.
+            # nf4_patch's forward still runs, because it has to apply LoRA, but it reads the dense stack.
+            dequantizer.fallbacks.count(refused)
         for wrapper in wrappers:
             wrapper.is_asked = True
         read = {} if isinstance(stacks, Reason) else stacks
@@ -116,7 +115,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
 
 
 # ``grouped_mm`` replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.
-# It also replaces ``LigerExperts.forward``, which decodes a packed stack in each pass and ignores LoRA on the stack.
+# ``grouped_mm`` also replaces ``LigerExperts.forward``, which decodes a packed stack in each pass and ignores LoRA.
 grouped_mm = functools.partial(experts, whole=True)
 # ``batched_mm`` replaces ``batched_mm_experts_forward``. On a GPU, ``generate`` uses that function for one-token steps.
 batched_mm = functools.partial(experts, whole=False)

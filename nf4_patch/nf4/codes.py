@@ -52,8 +52,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
         # Upload the values in a new thread, which starts on the default stream and without inference mode.
-        # torch.compile warms up a CUDA graph with all allocations of the current thread in the graph's private pool.
-        # The allocations of a new thread do not go to this pool.
+        # While torch.compile warms up a CUDA graph, the current thread allocates from the private pool of the graph.
+        # A new thread does not allocate from the pool of the graph.
         with ThreadPoolExecutor(1) as thread:
             uploaded = thread.submit(uploaded_code, quant_type, device).result()
         code = _remembered.setdefault((quant_type, device), uploaded)  # another thread may have been first

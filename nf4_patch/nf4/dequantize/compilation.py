@@ -19,10 +19,10 @@ MINIMUM_CAPABILITY = (7, 5)
 MEASURED = ((9, 0),)  # compute capabilities of the GPUs on which the times in docs/data were measured
 
 # NUM_WARPS maps (lowest compute capability, smallest number of elements) to warps per CTA. The last row that fits counts.
-# On sm_90, both 8 and 16 warps were timed (H200, torch 2.11, triton 3.6.0). The unit is percent of the speed of a
-# kernel that moves the same bytes without decoding them:
-# with 8 warps, 512x2048 98.6, 1024x4096 97.9, 4096x4096 95.8, 14336x4096 96.9 and 8192x8192 97.7;
-# with 16 warps, 512x2048 96.2, 1024x4096 96.7, 4096x4096 98.3, 14336x4096 98.8 and 8192x8192 99.6.
+# On sm_90, 8 and 16 warps were timed (H200, torch 2.11, triton 3.6.0).
+# The times are compared with those of a kernel that moves the same bytes but decodes nothing.
+# Percent of its speed with 8 warps: 512x2048 98.6, 1024x4096 97.9, 4096x4096 95.8, 14336x4096 96.9, 8192x8192 97.7.
+# Percent of its speed with 16 warps: 512x2048 96.2, 1024x4096 96.7, 4096x4096 98.3, 14336x4096 98.8, 8192x8192 99.6.
 # Other GPUs were not timed. sm_75 gets 4 warps, to keep the most CTAs in flight on a T4, the smallest GPU.
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
 UNROLL = 2  # steps per CTA; a thread decodes one group of elements per step. UNROLL in kernels.py must be equal.

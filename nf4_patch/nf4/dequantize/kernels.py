@@ -93,13 +93,12 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
     word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
-    # The index of the thread's block is ``block + index``: the block of the program's first group, plus the number of
-    # blocks from there to the thread. Two quotients may be added here, because a program starts at a block boundary or
-    # lies inside one block.
+    # ``block`` is the block of the program's first group. ``index`` counts the blocks from there to the thread.
+    # Their sum is the thread's block, because a program starts at a block boundary or lies inside one block.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # Mask the absmax by block and not by group: a thread past the last group still needs the absmax of its block, because
-    # the thread computes an entry of the table that its half warp shares.
+    # Mask the absmax by block, not by group. A thread past the last group still needs the absmax of its block,
+    # because it computes an entry of the table that its half warp shares.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
@@ -212,7 +211,7 @@ def dequantize_kernel(
 
     second = None
     # Load the second-level absmax once per program, if all elements of the program lie in one second-level block.
-    # This is so for every QuantState that bitsandbytes makes.
+    # This condition holds for every QuantState that bitsandbytes makes.
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = tl.load(absmax2 + group * ELEMS_PER_THREAD // BLOCKSIZE // BLOCKSIZE2)
     # Load the data of both steps before the first store, because the compiler may not move a load above a store.
