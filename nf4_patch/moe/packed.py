@@ -45,8 +45,8 @@ def end_caching(module: torch.nn.Module) -> None:
     """Make bitsandbytes stop caching the dense stacks of a module even if the module's forward raises an exception.
 
     bitsandbytes caches dense stacks during a forward, and stops in a forward hook. Before release 0.50, an exception
-    skips this hook. Gradient checkpointing ends its recompute early with an exception, so every dense stack would stay in
-    memory.
+    skips this hook. Gradient checkpointing ends its recompute early with an exception, so every dense stack would
+    stay in memory.
     """
     library: Any = sys.modules["bitsandbytes.nn.parametrize"]
     for key, hook in module._forward_hooks.items():
