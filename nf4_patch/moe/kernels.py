@@ -1,10 +1,11 @@
-"""Triton kernels that run between the grouped products of a mixture of experts.
+"""Triton kernels that run between the grouped products of a mixture of experts (products with one weight per expert).
 
-A row is one token at one of its TOP_K experts. Rows are sorted by expert. The slot of a row, token * TOP_K + k, is the index of its
-router weight. All sums are in fp32 and in a fixed order. reference.py defines the results.
+The router sends each token to TOP_K experts, so each token has TOP_K rows, one per chosen expert. The rows are sorted
+by expert. A slot is an index into the router's weights: the k-th expert of a token has the slot token * TOP_K + k. All
+sums are in fp32 and in a fixed order. reference.py defines the results.
 
-The tests run these kernels in Triton's interpreter, while Triton's own functions stay compiled. An interpreted kernel cannot call a
-compiled function. So the kernels call no function that Triton itself writes in Triton, such as tl.sum and tl.sigmoid.
+The tests run these kernels in Triton's interpreter. There, a kernel cannot call functions that Triton itself writes in
+Triton, such as tl.sum and tl.sigmoid, because these functions stay compiled. So the kernels do not use them.
 """
 
 import triton
@@ -21,11 +22,14 @@ def combine_kernel(
     rows, addend, weights, row_of, out, width,
     TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]] + addend[row_of[token, k]].
+    """Multiply each row by its router weight, add the row of ``addend``, and sum the TOP_K rows of each token.
 
-    rows: [tokens * TOP_K, width]. addend: the same shape. Without ADDEND it is not read, and nothing is added. weights: [tokens,
-    TOP_K]. Without WEIGHTS it is not read, and every weight is 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program
+    out[token] = the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k]. A program
     computes BLOCK columns of one token.
+
+    rows, addend: [tokens * TOP_K, width]. If ADDEND is false, the kernel does not read ``addend`` and adds nothing.
+    weights: [tokens, TOP_K]. If WEIGHTS is false, the kernel does not read ``weights``, and every weight is 1.
+    row_of: int64 [tokens, TOP_K]. out: [tokens, width].
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,12 +51,15 @@ def weigh_kernel(
     gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
     ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND. slot is slot_of[row].
+    """Multiply each row of ``gradient`` by its router weight.
 
-    If WEIGHTS_GRADIENT, also compute weights_gradient[slot], the dot product of gradient[row] and rows[row].
+    out[row] = weights[slot] * gradient[row], where slot = slot_of[row]. If ADDEND, the kernel also adds addend[row] to
+    out[row]. If WEIGHTS_GRADIENT, it also computes the gradient of the router's weights: weights_gradient[slot] is the
+    dot product of gradient[row] and rows[row]. A program computes one row, BLOCK columns at a time.
 
-    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], in the order of slots. slot_of: int64 [n]. A program
-    computes one row, BLOCK columns at a time.
+    gradient, addend, rows, out: [n, width].
+    weights, weights_gradient: [n], indexed by slot.
+    slot_of: int64 [n].
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -75,11 +82,12 @@ def weigh_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = silu(gate) * up. gate is the first half of the columns of rows, and up is the second half.
+    """Compute out = silu(gate) * up. gate is the first half of the columns of ``rows``, and up is the second half.
 
-    If ADDEND, first compute total = rows + addend, store it, and take gate and up from this sum.
+    If ADDEND, the kernel first stores total = rows + addend. gate and up are then the halves of ``total``. A program
+    computes BLOCK columns of one row.
 
-    rows, addend, total: [n, 2 * width]. out: [n, width]. A program computes BLOCK columns of one row.
+    rows, addend, total: [n, 2 * width]. out: [n, width].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -97,9 +105,12 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """Compute out, [n, 2 * width]: the gradient with respect to ``rows`` of silu(gate) * up (see silu_and_mul_kernel).
+    """Compute the backward of silu_and_mul_kernel: the gradient with respect to ``rows``.
 
-    gradient: [n, width], the gradient with respect to the result. A program computes BLOCK columns of one row.
+    A program computes BLOCK columns of gate and of up, for one row.
+
+    gradient: [n, width], the gradient with respect to silu(gate) * up.
+    rows, out: [n, 2 * width]. ``out`` receives the result.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,7 @@
-"""Work between the grouped products of a mixture of experts: the launches of kernels.py on PyTorch tensors.
+"""Launch the kernels of kernels.py on PyTorch tensors.
 
-reference.py defines the results. All tensors are on one device. Results are new tensors, and no argument is written to.
+kernels.py says what the kernels do, and explains the words row and slot. reference.py defines the results. All tensors
+of a call are on one device. No function writes into its arguments.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ..nf4.runtime import empty, ready, triton
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # maximum number of columns that a program computes at a time
+BLOCK = 1024  # A program computes at most this many columns at a time.
 
 
 def supports(tensor: Tensor) -> bool:
-    """Return whether the kernels run on the device of ``tensor``."""
+    """Return whether the kernels can run on the device of ``tensor``."""
     if triton is None or not runtime.runs_on(tensor) or runtime.is_interpreted(kernels.combine_kernel):
         return False
     return runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
@@ -30,7 +31,15 @@ def supports(tensor: Tensor) -> bool:
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """Launch a kernel with one program per row. With ``by_block``, launch one program per row and block of columns."""
+    """Launch a kernel on all rows.
+
+    Args:
+        tensors: the tensor arguments of the kernel.
+        width: the number of columns.
+        rows: the number of rows.
+        by_block: True launches one program per row and block of columns. False launches one program per row.
+        constants: the compile-time constants of the kernel.
+    """
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = rows, -(-width // block) if by_block else 1, 1
     kind = *(tensor.dtype for tensor in tensors), width % 16 == 0
@@ -41,11 +50,11 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Multiply the rows by the router's weights, add the addend, and sum the rows of each token, in fp32.
+    """Multiply each row by its router weight, add the addend, and sum the rows of each token. Compute in fp32.
 
     Args:
-        rows, addend: [tokens * top_k, width], both of the same dtype.
-        row_of: int64 [tokens, top_k], the rows of each token.
+        rows, addend: [tokens * top_k, width], both of the same dtype. Without an addend, nothing is added.
+        row_of: int64 [tokens, top_k], the indices of each token's rows.
         weights: the router's weights, [tokens, top_k]. None means that every weight is 1.
 
     Returns:
@@ -62,17 +71,18 @@ def combine(
 def weigh(
     gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply each row of the gradient by the router's weight for the row, and add the addend.
+    """Multiply each row of a gradient by its router weight, and add the addend.
 
     Args:
         gradient, addend, rows: [tokens * top_k, width].
-        slot_of: int64 [tokens * top_k], each row's index in ``weights``.
+        slot_of: int64 [tokens * top_k], the index of each row's weight in the flattened ``weights``.
         weights: the router's weights, [tokens, top_k].
-        of_weights: compute the gradient of the weights too.
+        of_weights: also compute the gradient of the router's weights.
 
     Returns:
-        The result, [tokens * top_k, width]. If ``of_weights``, also the gradient of the weights, [tokens, top_k]: the dot product
-        of gradient and ``rows`` for each row. Otherwise None.
+        First, the result, [tokens * top_k, width]. Second, the gradient of the router's weights, [tokens, top_k], or
+        None without ``of_weights``. The gradient of a row's weight is the dot product of the row in ``gradient`` and
+        the row in ``rows``.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -84,7 +94,8 @@ def weigh(
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return silu(gate) * up, [n, width], and the sum rows + addend, [n, 2 * width].
 
-    gate is the first half of the columns of the sum, and up is the second half. Without an ``addend``, the sum is ``rows`` itself.
+    gate is the first half of the columns of this sum, and up is the second half. Without ``addend``, the sum is
+    ``rows`` itself, not a copy.
 
     Args:
         rows, addend: [n, 2 * width], both of the same dtype.
@@ -97,10 +108,10 @@ def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def silu_and_mul_backward(rows: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient with respect to ``rows``, [n, 2 * width].
+    """Compute the backward of silu(gate) * up. Return the gradient with respect to ``rows``, [n, 2 * width].
 
     Args:
-        rows: [n, 2 * width], the columns of gate and then those of up.
+        rows: [n, 2 * width]. The first half of the columns is gate, and the second half is up.
         gradient: [n, width], the gradient with respect to silu(gate) * up.
     """
     out = empty(rows, *rows.shape)

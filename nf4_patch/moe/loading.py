@@ -1,9 +1,11 @@
 """Replacements for transformers' loading and saving, so that ``load_in_4bit`` packs the stacks of experts too.
 
-A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. transformers
-loads one tensor after another, and quantizes each tensor as soon as it is complete. During loading, a packed stack is a
-parameter with its QuantState as an attribute. After loading, the stack gets bitsandbytes' parametrization, as from
-bitsandbytes' ``replace_parameter_4bit``.
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. To pack a stack
+means to quantize it to 4 bits.
+
+transformers quantizes each weight as soon as it has read the whole weight from the checkpoint. Until the model is
+loaded, a packed stack is a parameter with its QuantState as an attribute. After that, the stack gets the same
+parametrization as from bitsandbytes' ``replace_parameter_4bit``, which decodes the stack when it is read.
 """
 
 from __future__ import annotations
@@ -31,44 +33,45 @@ from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
-STATE = ".quant_state.bitsandbytes__"  # in a checkpoint, the key of a QuantState ends in STATE + quant_type
-# FIELDS: the last parts of the keys under which bitsandbytes saves the tensors that belong to a packed weight
+STATE = ".quant_state.bitsandbytes__"  # A checkpoint holds a QuantState under the key: weight + STATE + quant_type.
+# bitsandbytes saves the parts of a QuantState under keys that consist of the weight's key, a dot and one of FIELDS.
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
-WHOLE = (None, None)  # stands for (converter, pattern) where a stack was saved as one tensor and needs no converter
-LARGEST = 2**31 - 1  # limit of the elements of a packed stack, which bitsandbytes counts in 32 bits on a GPU
+WHOLE = (None, None)  # (converter, pattern) of a stack that was saved as one tensor, and needs no conversion
+LARGEST = 2**31 - 1  # A stack with more elements cannot be packed, because bitsandbytes counts in 32 bits on a GPU.
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".moe.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
-    """Return whether ``full_name`` names a stack of experts in the model that is not packed yet."""
+    """Return whether ``full_name`` names a stack of experts in the model that is still dense."""
     path, _, name = full_name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
     return parameter is not None and parameter.dim() == 3
 
 
 def is_matrix(name: str, parameter: Any) -> bool:
-    """Return whether a parameter of an experts module is a weight that inputs are multiplied by."""
+    """Return whether a parameter of an experts module is a weight matrix, not a bias or an integer tensor."""
     return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
 
 
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield three things for every packed stack: its full name, its module, and its name in the module."""
+    """Yield (full name, module, name in the module) for every packed stack of a model."""
     for path, module in list(model.named_modules()):
         for name in packed_chains(module):
             yield f"{path}.{name}", module, name
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
-    """Return a parameter of packed bytes with its QuantState as an attribute.
+    """Return a parameter that holds packed bytes and has their QuantState as an attribute.
 
     Args:
+        packed: the packed bytes.
         state: the QuantState as a dict, in the form in which bitsandbytes saves it.
     """
     from .packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
-    parameter._is_hf_initialized = True  # otherwise transformers initializes the parameter with random values
+    parameter._is_hf_initialized = True  # Without it, transformers initializes the parameter with random values.
     return parameter
 
 
@@ -81,8 +84,8 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
     """Pack a stack with the options of a BitsAndBytesConfig. Return a parameter with its QuantState as an attribute.
 
     Raises:
-        ValueError: the packed bytes do not fill whole elements of bnb_4bit_quant_storage. bitsandbytes would write past the end of
-            its result (docs/notes/quantize-4bit-storage.md).
+        ValueError: the number of packed bytes is not a multiple of the item size of bnb_4bit_quant_storage. For such a
+            stack, bitsandbytes would write past the end of its result (docs/notes/quantize-4bit-storage.md).
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -106,22 +109,23 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """Replace ``get_hf_quantizer``, so that ``load_in_4bit`` also works for a gpt-oss that is published in MXFP4.
+    """Replace ``get_hf_quantizer``, so that ``load_in_4bit`` also works for gpt-oss, whose checkpoints are in MXFP4.
 
-    The replacement deletes the MXFP4 config, so that transformers treats the model as if it were published in 16 bits.
+    The replacement deletes the MXFP4 quantization from the model's config. transformers then treats the checkpoint as a
+    16-bit one, and the class ``Mxfp4`` below decodes its stacks.
     """
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
-        del config.quantization_config  # safe, because from_pretrained passes a copy of the user's config
+        del config.quantization_config  # The user's config keeps it, because from_pretrained passes a copy.
     return original(config, quantization_config, *args, **kwargs)
 
 
 @around
 def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
-    """Replace ``param_needs_quantization``, so that stacks of experts are quantized too.
+    """Replace ``param_needs_quantization``, so that transformers also quantizes stacks of experts.
 
-    A stack is not quantized if ``llm_int8_skip_modules`` names it or a module that contains it.
+    A stack stays in 16 bits if ``llm_int8_skip_modules`` names it or a module that contains it.
     """
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
@@ -142,7 +146,10 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
 
 
 def is_wanted(quantizer: Any, full_name: str) -> bool:
-    """Return False if ``llm_int8_skip_modules`` names the parameter or a module that contains it, else True."""
+    """Return whether a parameter may be quantized.
+
+    It may not if ``llm_int8_skip_modules`` names the parameter or a module that contains it.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = full_name, full_name.rpartition(".")[0]
@@ -151,19 +158,19 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 
 @around
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
-    """Replace ``Bnb4bitQuantize.convert``, so that it packs the stacks of experts in ``input_dict``.
+    """Replace ``Bnb4bitQuantize.convert``, which quantizes weights during loading. Also pack stacks of experts.
 
-    ``input_dict`` holds complete weights by full name.
+    ``input_dict`` maps full names to weights. A stack in ``input_dict`` already holds all experts of its layer.
     """
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
     converted = {}
     for name in list(input_dict):
-        value = input_dict.pop(name)  # removed from the dict, so that the dense stack is freed as soon as it is packed
+        value = input_dict.pop(name)  # ``pop`` lets the dense stack be freed as soon as it is packed.
         value = value[0] if isinstance(value, list) else value
         if self.hf_quantizer.param_needs_quantization(model, name):
-            # The allocator's cache is emptied before and after packing. Otherwise small tensors would fragment the memory that the
-            # next dense stack needs.
+            # Empty the cache of the CUDA allocator before and after packing.
+            # Otherwise small tensors would fragment the memory that the next dense stack needs.
             empty_cache(value)
             value = planning.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
             empty_cache(value)
@@ -175,7 +182,8 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
 def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
     """Replace ``caching_allocator_warmup`` by a function that does nothing.
 
-    The original would reserve GPU memory for the whole packed model, but offloaded experts are not in GPU memory.
+    The original would reserve GPU memory for all packed weights. That is too much, because offloaded experts are in
+    host memory.
     """
 
 
@@ -183,7 +191,7 @@ def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
 class Mxfp4:
     """A stack of experts that the checkpoint holds in MXFP4.
 
-    transformers reads an object of this class like a slice of a safetensors file, and gets the decoded stack.
+    transformers indexes this object as it indexes a slice of a safetensors file. The result is the decoded stack.
     """
 
     blocks: Any
@@ -200,13 +208,16 @@ class Mxfp4:
 
 @around
 def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
-    """Replace ``convert_and_load_state_dict_in_model``, so that it also loads stacks that were saved packed or in MXFP4."""
+    """Replace ``convert_and_load_state_dict_in_model``, which reads a checkpoint into a model.
+
+    The replacement also reads stacks that were saved packed or in MXFP4.
+    """
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
-    saved: dict[str, dict[Any, list[str]]] = {}  # for each stack, its keys in the checkpoint, by (converter, pattern)
+    saved: dict[str, dict[Any, list[str]]] = {}  # the checkpoint's keys by stack, and then by (converter, pattern)
     for key in in_4bit if stacks else ():
         name, *part = where(key)
         if name in stacks:
@@ -236,7 +247,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
         packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
-        packed[name].quant_state.dtype = stacks[name].dtype  # the dtype that the stack would have without packing
+        packed[name].quant_state.dtype = stacks[name].dtype  # The stack decodes to the dtype of the dense parameter.
         packed[name] = planning.placed(model, name, packed[name])
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
@@ -256,8 +267,8 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds packed experts, such as {min(unread)}, for which "
             f"{type(model).__name__} of this release of transformers has no parameter. Load the original 16-bit model and pack it"
         )
-    # Conversions that make only packed stacks did not run here. They are recorded all the same, because saving a dequantized model
-    # reverses the recorded conversions.
+    # Record the used conversions, because saving a dequantized model reverses the recorded ones.
+    # Conversions that make only packed stacks did not run, but saving needs them too.
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
         if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
@@ -266,17 +277,20 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion reads a saved QuantState. transformers cannot reverse such a conversion when saving."""
+    """Return whether a conversion builds packed weights from saved QuantStates.
+
+    When transformers saves a model, it cannot reverse such a conversion.
+    """
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
 
 
 def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
-    """Return the device of each stack by full name.
+    """Return a dict from the full name of each stack to the stack's device.
 
     Raises:
-        ValueError: ``device_map`` offloads, or a device mesh shards, experts that would be packed.
+        ValueError: ``device_map`` offloads experts that would be packed, or a device mesh shards them.
     """
     from transformers.integrations.accelerate import get_device
 
@@ -295,7 +309,7 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
 
 
 def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
-    """Return whether a conversion produces packed stacks only, and no other parameter of the model.
+    """Return whether all parameters that a conversion produces are packed stacks.
 
     Args:
         stacks: the packed stacks by full name.
@@ -307,10 +321,11 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """Return a function that maps a checkpoint's key to (full name of the parameter, converter, pattern).
+    """Return a function that tells to which parameter a key of the checkpoint belongs, and how its tensor is converted.
 
-    The converter is the entry of ``mapping`` that converts the key. It has several source patterns; the returned pattern
-    is the one that matches the key. Both are None if the key needs no conversion.
+    The function returns (name, converter, pattern). ``name`` is the full name of the parameter. ``converter`` is the
+    entry of ``mapping`` that converts the tensor. ``pattern`` is the source pattern of the converter that matches the
+    key. ``converter`` and ``pattern`` are None if the tensor needs no conversion.
 
     Args:
         mapping: transformers' conversions for the model.
@@ -323,7 +338,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        # The key is tried unchanged first, because a packed stack is saved under its full name.
+        # Look up the key without any conversion first, because a packed stack is saved under its full name.
         for conversions in (([], []), (renamings, []), (renamings, converters)):
             name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
             if name in stacks:
@@ -334,7 +349,10 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
 
 
 def read_packed(state_dict: dict[str, Any], key: str, device: Any) -> Any:
-    """Read a packed weight of a checkpoint as a parameter. Remove its entries from ``state_dict``."""
+    """Read a packed weight and its QuantState from a checkpoint, and return them as a parameter.
+
+    The keys of the weight are removed from ``state_dict``.
+    """
     state = {field: state_dict.pop(f"{key}.{field}")[...] for field in FIELDS if f"{key}.{field}" in state_dict}
     return carrying(state_dict.pop(key)[...].to(device), state)
 
@@ -343,15 +361,15 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
-    """Make one packed stack of experts that were packed one by one: concatenate their bytes and their absmax.
+    """Join experts that were packed one by one into one packed stack: concatenate their bytes and their absmax.
 
-    Nested absmax is decoded to fp32, because every expert has a different offset, but a stack has only one. This costs 0.37 bits
-    per weight.
+    Nested absmax is decoded to fp32 first. It has an offset that differs between experts, but a stack can have only one
+    offset. In fp32 the absmax takes 0.37 bits more per weight.
 
     Args:
         name, stack: the stack's full name, and its parameter in the model.
-        parts: the keys of the experts in the checkpoint, by (converter, pattern).
-        read: takes a key, and returns its packed weight as a parameter.
+        parts: the checkpoint's keys of the experts, grouped by (converter, pattern) as in ``targets``.
+        read: a function that takes a key, and returns the packed weight as a parameter.
 
     Raises:
         ValueError: the experts cannot be joined. The message says why.
@@ -391,7 +409,8 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
 def finish(original, self, model, **kwargs) -> Any:
     """Replace ``_process_model_after_weight_loading``, so that each packed stack gets bitsandbytes' parametrization.
 
-    Stacks that were not packed during loading are packed here, with a warning. Another warning lists experts that stay in 16 bits.
+    If a stack is still dense at this point, the replacement packs it and warns. It also warns of experts that stay in
+    16 bits.
     """
     from bitsandbytes.nn import parametrize as library
 
@@ -435,7 +454,7 @@ def finish(original, self, model, **kwargs) -> Any:
 def save(original, model, state_dict) -> Any:
     """Replace ``revert_weight_conversion``, so that a packed stack is saved as one tensor.
 
-    The original would split the stack into experts, which is not possible for packed bytes.
+    The original would try to split the stack into one tensor per expert. Packed bytes cannot be split like that.
     """
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
@@ -444,7 +463,7 @@ def save(original, model, state_dict) -> Any:
 
 @around
 def dequantize(original, self, model, dtype=None) -> Any:
-    """Replace ``_dequantize``, which ``model.dequantize()`` calls, so that it also turns packed stacks into dense parameters."""
+    """Replace ``_dequantize``, which ``model.dequantize()`` calls, so that packed stacks become dense too."""
     model = original(self, model, dtype)
     for _, module, name in packed_stacks(model):
         if not (switch.gates["experts"].on or is_managed(module.parametrizations[name])):

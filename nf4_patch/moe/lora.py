@@ -1,8 +1,11 @@
-"""peft's LoRA on transformers' experts (``target_parameters``), packed or dense.
+"""peft's LoRA on the experts of transformers' mixtures, packed or dense. ``target_parameters`` names such experts.
 
-A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. peft adds B·A
-to the dense stack, and the gradient of this sum is dense too. Here the forward of the experts gets A and B from peft's
-wrapper, and multiplies by them separately (see product.py). peft's code still finds, names and saves the adapters.
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. For each stack
+with adapters, peft puts a ``ParamWrapper`` around the experts module. In each forward peft adds B·A to the dense stack,
+and the gradient of this sum is as large as the dense stack.
+
+nf4_patch's forward of the experts avoids the sum: it gets A and B from peft's wrapper, and multiplies by them
+separately (see product.py). peft's code still finds, names and saves the adapters.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-RANKS = 8  # ranks are padded to a multiple of this, because PyTorch's grouped_mm needs rows of a multiple of 16 bytes
+# Each rank is padded to a multiple of RANKS, because the rows in PyTorch's grouped_mm must be multiples of 16 bytes.
+RANKS = 8
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """Return the QuantStates of a module's packed stacks, by name.
+    """Return the QuantStates of a module's packed stacks by name.
 
-    Leave out stacks with a second parametrization, such as peft's LoRA.
+    Stacks with a second parametrization, such as peft's LoRA, are left out.
     """
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
@@ -44,7 +48,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """peft's wrapper around a stack during one forward, with the names of the adapters that are active in it."""
+    """One forward of peft's ``ParamWrapper`` around a stack, with the names of the adapters that are active in it."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -52,10 +56,11 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """Return left and right: the LoRA factors of all active adapters, concatenated along the rank.
+        """Return the LoRA factors (left, right) of all active adapters, concatenated along the rank.
 
-        left @ right is what peft would add to the stack. ``product.Lora`` gives the shapes. peft stores lora_A as
-        [experts * rank, in], where the rank varies fastest, and lora_B as [out, rank * experts], where the expert varies fastest.
+        left @ right is the tensor that peft would add to the stack. ``product.Lora`` gives the shapes. peft stores
+        lora_A as [experts * rank, in], where the rank index varies fastest. It stores lora_B as [out, rank * experts],
+        where the expert index varies fastest.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -65,21 +70,21 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 treats a weight [experts, out, in] as [experts, in, out]. Its A and B have then changed roles.
+        # peft before 0.19 takes the weight [experts, out, in] for [experts, in, out], so its A and B have changed roles.
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
 class ActiveWrappers(threading.local):
-    """peft's wrappers whose forward is running in this thread.
+    """The forwards of peft's wrappers that are running in this thread.
 
-    The LoRA factors of a wrapper are used once, by the first forward of its experts.
+    Each of these forwards applies its LoRA factors only once, in the first forward of the experts.
     """
 
-    # weak references, so that no wrapper outlives its forward after an interrupt
+    # The references are weak, so that even after an interrupt no wrapper outlives its forward.
     references: tuple[weakref.ref[Wrapper], ...] = ()
 
     def of(self, experts: Any) -> list[Wrapper]:
-        """Return the running wrappers of an experts module, without those whose LoRA factors were used already."""
+        """Return the running wrappers of an experts module whose LoRA factors were not used yet."""
         wrappers = (reference() for reference in self.references)
         return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
 
@@ -92,16 +97,17 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Return whether our forward of the experts will run and apply the LoRA adapters of a stack.
+    """Return whether nf4_patch's forward of the experts will run and apply the LoRA adapters of a stack.
 
-    If not, peft's code has to add B·A to the dense stack.
+    If not, peft's own code has to add B·A to the dense stack.
 
     Args:
         name: the stack's name in ``experts``.
+        packed: whether the stack is packed.
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
-    if is_ours(function):  # the replacement of Liger's forward, which supports only packed experts
+    if is_ours(function):  # ``function`` replaces Liger's forward, and supports only packed experts.
         return packed
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
@@ -120,9 +126,11 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """Make the replacement for ``ParamWrapper.forward``, which adds B·A to the dense stack while the experts run.
+    """Return the replacement for ``ParamWrapper.forward``.
 
-    The replacement registers the wrapper instead, and the forward of the experts multiplies by A and B separately.
+    The original adds B·A to the dense stack while the experts run. The replacement registers the wrapper in
+    ``active_wrappers`` instead. The forward of the experts finds the wrapper there, and multiplies by A and B
+    separately.
     """
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,11 +164,12 @@ def forward(target: Target, original: Function) -> Function:
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
-    """Context manager that shows peft the packed stacks of a module as dense parameters. These take no memory.
+    """Show peft the packed stacks of a module as dense parameters, as long as this context manager is active.
 
-    peft finds a parametrized weight only if its full name is given. peft also visits parametrized weights in a
-    different order than parameters, and this order decides the names in the adapter's file. So the dense parameters
-    have the order that all experts classes of transformers use, with the down projection last.
+    The dense parameters take no memory. They are needed for two reasons. First, peft finds a parametrized weight only
+    if its full name is given. Second, peft visits parametrized weights in another order than parameters, and the order
+    decides the names in the adapter's file. So the dense parameters are in the order that all experts classes of
+    transformers use: the down projection comes last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -177,7 +186,7 @@ def seen_dense(module: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(restore)
-        stack.callback(restore)  # registered twice, because an interrupt can end one of the two calls early
+        stack.callback(restore)  # ``restore`` runs twice, because an interrupt can end one of the two runs early.
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
@@ -185,16 +194,16 @@ def seen_dense(module: Any) -> Iterator[None]:
         yield
 
 
-# Unsloth's fields in adapter_config.json. LAYOUT is the layout of lora_B for all stacks, and LAYOUTS holds a layout for each stack.
+# Unsloth writes these fields into adapter_config.json. LAYOUT names one layout of lora_B, and LAYOUTS one per stack.
 LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 
 @around
 def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
-    """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's fields from an adapter's configuration.
+    """Replace ``_check_and_remove_unused_kwargs``, which removes unknown fields from an adapter's config.
 
-    The fields name the layout of lora_B. The replacement keeps them in ``auto_mapping``, where newer releases of
-    Unsloth store a copy of them.
+    Two such fields are written by Unsloth, and name the layout of lora_B. The replacement keeps them in
+    ``auto_mapping``, where newer releases of Unsloth store a copy of them.
     """
     found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
     kept, removed = original(cls, kwargs)
@@ -204,14 +213,19 @@ def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Raise an error if an adapter's tensors have the right shapes, but another order of elements. peft would load wrong values.
+    """Raise an error if peft would load an adapter with wrong values.
+
+    This happens if the adapter's tensors have the right shapes, but their elements are in another order than peft
+    expects.
 
     Args:
-        stacks: the stacks of the module by name, each as any object with the stack's ``shape``, [experts, ...].
+        stacks: the stacks of the module by name. Only their ``shape`` is used, [experts, ...].
+        peft_config: the configuration of the adapter.
 
     Raises:
-        ValueError: in one of two cases. Either peft before 0.19 swapped A and B, and the experts are square, so that no shape shows
-            the swap. Or Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank], with the rank varying fastest.
+        ValueError: in one of two cases. Either peft before 0.19 wrote the adapter with A and B swapped, and the weight
+            of each expert is square, so that no shape shows the swap. Or Unsloth wrote lora_B in a layout that peft
+            cannot read. Releases before 2026.9.6 write [out, experts * rank], where the rank index varies fastest.
     """
     import peft
     from packaging.version import parse
@@ -242,10 +256,11 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
 
 @around
 def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's configuration names.
+    """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's config names.
 
-    PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft would take
-    this module for the target. So the replacement shows peft a dense parameter with that name.
+    PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft
+    would put LoRA on this module instead of on the stack. So the replacement shows peft a dense parameter with that
+    name.
     """
     from .packed import Chain, end_caching
 
@@ -267,9 +282,10 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``ParamWrapper.merge`` and ``unmerge``, so that a packed stack is requantized after peft changed its dense weight.
+    """Replace ``ParamWrapper.merge`` and ``unmerge``, so that they also work for a packed stack.
 
-    After an interrupt, the stack and ``merged_adapters`` are either both unchanged or both changed.
+    peft changes the dense weight of the stack, and the replacement then requantizes the stack. An interrupt cannot
+    leave the packed stack and ``merged_adapters`` in contradiction: either both are changed, or both are unchanged.
     """
     experts, name = self.get_base_layer(), self.parameter_name
     chain, adapters = packed_chains(experts).get(name), self.merged_adapters
@@ -279,27 +295,31 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     from .packed import Chain
 
     chain.__class__ = Chain
-    # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads. Inference mode is off, because
-    # training cannot use tensors that were made in it.
+    # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads.
+    # Inference mode must be off, because training cannot use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
         stack.callback(parametrize._cache.clear)
         stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
-        vars(self)["merged_adapters"] = list(adapters)  # peft changes this copy; ``requantize`` updates the original
+        # peft changes a copy of the list, and ``requantize`` updates the original list.
+        vars(self)["merged_adapters"] = list(adapters)
         try:
             original(self, *args, **kwargs)
-        except Exception:  # raised for a broken adapter, after peft merged the adapters before it
+        except Exception:  # One adapter was broken, but peft has already merged the adapters before it.
             requantize(self, chain, adapters)
             raise
         requantize(self, chain, adapters)
 
 
 def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
-    """Requantize a stack after a merge. Restore the original bytes once nothing is merged.
+    """Requantize a stack after peft merged or unmerged adapters.
+
+    If no adapter is merged any more, restore the original bytes instead.
 
     Args:
         wrapper: peft's wrapper around the stack.
         chain: the ParametrizationList of the stack.
-        adapters: the names of the adapters that are merged into the packed bytes. This list is updated in place.
+        adapters: the names of the adapters that were merged into the packed bytes before. This list is updated in
+            place.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -308,9 +328,9 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     after = list(wrapper.merged_adapters)
     if after == adapters:
         return
-    # The original bytes are stored as an attribute of the wrapper, so that removing the adapter frees them.
+    # The wrapper stores the original bytes as an attribute, so that they are freed when the adapter is removed.
     saved = vars(wrapper).get("nf4_patch_merged") if adapters else chain.before_merging()
-    # The original bytes are useless if somebody changed the merged stack.
+    # If other code changed the merged stack, restoring the original bytes would undo this change.
     if saved is not None and adapters and saved.content != chain.content():
         saved = None
     if saved is not None and not after:
@@ -330,6 +350,6 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
 
     try:
         replace()
-    except BaseException:  # an interrupt ended ``replace`` halfway, so run all of it again
+    except BaseException:  # An interrupt may have stopped ``replace`` halfway, so run it again from the start.
         replace()
         raise

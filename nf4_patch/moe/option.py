@@ -1,4 +1,7 @@
-"""The option ``experts="4bit"``: mixtures of experts are loaded and trained with 4-bit experts."""
+"""The option ``experts="4bit"``, which loads and trains mixtures of experts with the experts in 4 bits.
+
+Its targets are the library functions that nf4_patch replaces for this option.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Products with a stack of experts, packed or dense, and with LoRA.
+"""Matrix products with a stack of experts. The stack is packed or dense, and may have LoRA adapters.
 
-A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. LoRA is
-computed separately, as x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the
-packed stack for the backward, not the dense stack.
+A stack is a tensor [experts, ...] that holds one weight W, such as down_proj, of every expert of a layer. A grouped
+product multiplies the rows of each expert by the expert's W. LoRA is computed separately, as x·W + (x·left)·right, so
+that W never changes. Without gradient checkpointing, a grouped product with a packed stack saves the packed stack for
+the backward, not the dense one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import PackedExperts
 
-# Lora is (left, right), and left @ right is what LoRA adds to a stack. For a stack [experts, in, out], left is [experts, in, rank]
-# and right is [experts, rank, out]. For a stack [experts, out, in], swap in and out.
+# Lora is a pair (left, right). LoRA adds the product left @ right to a stack.
+# For a stack [experts, in, out], left is [experts, in, rank] and right is [experts, rank, out].
+# For a stack [experts, out, in], left is [experts, out, rank] and right is [experts, rank, in].
 Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """The tensors of a packed stack, held from forward to backward.
+    """The tensors of a packed stack, kept from the forward to the backward.
 
-    The backward decodes the bytes that the forward decoded, even if the module was offloaded or got other tensors meanwhile.
+    So the backward decodes the same bytes as the forward, even if the module was offloaded or got other tensors in
+    between.
     """
 
     def __init__(self, stack: PackedExperts):
@@ -34,17 +37,17 @@ class SavedExperts:
         state.state2 = copy.copy(getattr(state, "state2", None))
         parts = [vars(part) for part in (state, state.state2) if part is not None]
         self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
-        # Detached tensors keep their memory even if somebody replaces ``data`` of the original tensors.
+        # A detached tensor keeps its memory even if other code sets ``data`` of the original tensor.
         self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
         self.versions = [None if tensor.is_inference() else tensor._version for tensor in self.tensors]
         self.stack = dataclasses.replace(stack, state=state)
 
     def dense(self) -> Tensor:
-        """Decode the saved stack: [experts, ...].
+        """Decode the stack that the forward saved. Return [experts, ...].
 
         Raises:
-            RuntimeError: the memory was freed or written to since the forward. In compiled code this method checks
-                neither, and only autograd notices a write.
+            RuntimeError: since the forward, the memory of the stack was freed or written to. Compiled code does not
+                check this here. There, only autograd notices a write.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -68,21 +71,24 @@ class SavedExperts:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Grouped product with a frozen packed stack. The backward decodes the stack again instead of saving the dense weight."""
+    """Grouped product with a packed stack that is not trained. The backward decodes the stack again.
+
+    So the dense stack need not be saved for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
-        # The packed tensors are saved only because autograd then checks that nobody writes into them. They are not saved if there
-        # are hooks on saved tensors, because hooks copy tensors, and autograd does not check copies.
+        # Save the packed tensors for one reason: autograd then checks that no code writes into them before the backward.
+        # If there are hooks on saved tensors, save none, because hooks copy tensors, and autograd does not check copies.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ends, *_ = ctx.saved_tensors  # raises if a saved tensor was changed in place
+        ends, *_ = ctx.saved_tensors  # Autograd raises an error here if a saved tensor was changed in place.
         weight = ctx.kept.dense()
         return grouped(gradient, weight.mT if ctx.is_transposed else weight, ends), None, None
 
@@ -93,7 +99,7 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: [rows, in], sorted by expert.
         weight: [experts, in, out].
-        ends: int32 [experts], the index after the last row of each expert.
+        ends: int32 [experts]. For each expert, the index after its last row.
     """
     from transformers.integrations.moe import _grouped_mm
 
@@ -104,18 +110,22 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
     """Return y + addend in the dtype of y.
 
-    The sum is a new tensor, not written into y, because selective checkpointing may have saved y for the recompute.
+    The sum is a new tensor. It must not be written into y, because selective checkpointing may have saved y for the
+    recompute.
     """
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def is_checkpointed() -> bool:
-    """Return whether gradient checkpointing makes saved tensors short-lived, so that a saved dense stack costs little memory.
+    """Return whether gradient checkpointing soon frees the tensors that autograd saves now.
 
-    This is true in the forward of a checkpoint, because the checkpoint drops the tensors that the forward saves. It is
-    true in the recompute, because the backward uses the saved tensors at once. It is false if the innermost hooks on
-    saved tensors belong to something else, such as ``save_on_cpu``. PyTorch calls only the innermost hooks, and hooks
-    such as these keep the saved tensors or copies of them, also in the recompute of a reentrant checkpoint.
+    If so, saving a dense stack costs little memory. This is the case in the forward of a checkpoint, because the
+    checkpoint drops the tensors that the forward saves. It is also the case in the recompute, because the backward uses
+    the saved tensors at once.
+
+    A checkpoint drops tensors through hooks on saved tensors, and PyTorch calls only the innermost of such hooks. If
+    the innermost hooks are not those of a checkpoint but, for example, those of ``save_on_cpu``, return False. Such
+    hooks keep the saved tensors or copies of them, even in the recompute of a reentrant checkpoint.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -126,17 +136,17 @@ def is_checkpointed() -> bool:
 def is_kept_packed() -> bool:
     """Return whether a product should save the packed stack for the backward, instead of the dense stack.
 
-    Under gradient checkpointing the dense stack is saved. The backward then reuses the dense stack of the recompute, so the stack
-    is not decoded a third time.
+    Under gradient checkpointing the answer is False. The forward and the recompute each decode the stack. If the
+    recompute saves the dense stack, the backward need not decode the stack a third time.
     """
     return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 
 
 class ExpertWeight(NamedTuple):
-    """A stack, packed or dense, with its LoRA factors and bias."""
+    """A stack of experts, packed or dense, with its LoRA factors and bias."""
 
     stack: PackedExperts | Tensor
-    is_transposed: bool  # the stack is [experts, in, out], as in gpt-oss, and not [experts, out, in]
+    is_transposed: bool  # True if the stack is [experts, in, out], as in gpt-oss. False if it is [experts, out, in].
     lora: Lora | None = None
     bias: Tensor | None = None  # [experts, out]
 
@@ -145,16 +155,16 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def frozen(self) -> Tensor:
-        """Return the dense weight without LoRA: [experts, in, out]. The result may be cached, so do not write into it."""
+        """Return the dense weight without LoRA, [experts, in, out]. It may be a cached tensor, so never write to it."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each row of x by its expert's weight without LoRA: [rows, in] to [rows, out].
+        """Multiply each row of x by the weight of its expert, without LoRA. Return [rows, out].
 
         Args:
-            x: sorted by expert.
-            ends: int32 [experts], the index after the last row of each expert.
+            x: [rows, in], sorted by expert.
+            ends: int32 [experts]. For each expert, the index after its last row.
         """
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
@@ -163,17 +173,21 @@ class ExpertWeight(NamedTuple):
         return grouped(x, self.frozen(), ends)
 
     def factors(self) -> Lora | None:
-        """Return the LoRA factors in the layout of ``frozen``: [experts, in, rank] and [experts, rank, out]."""
+        """Return the LoRA factors for a weight [experts, in, out]. Return None if there is no LoRA.
+
+        The shapes of the factors are [experts, in, rank] and [experts, rank, out].
+        """
         if self.lora is None or self.is_transposed:
             return self.lora
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x by its expert's weight including LoRA, and add the bias.
+        """Multiply each row of x by the weight of its expert, including LoRA, and add the bias.
 
-        Only the experts in ``experts`` are decoded.
+        Only the experts in ``experts`` are decoded, not the whole stack.
 
         Args:
+            x: [rows, in].
             experts: int64 [rows], the expert of each row.
         """
         from transformers.integrations.moe import _batched_linear

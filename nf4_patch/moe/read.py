@@ -1,8 +1,9 @@
-"""Read packed stacks.
+"""Read the bytes of packed stacks directly, without PyTorch's parametrization.
 
-A packed stack is a 4-bit weight of bitsandbytes that holds one weight, such as down_proj, of every expert of a layer.
-``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs a weight and puts it behind a PyTorch parametrization. Reading
-``module.gate_up_proj`` then decodes every expert. The functions here read the packed bytes directly.
+A packed stack holds one weight, such as down_proj, of every expert of a layer in 4 bits. bitsandbytes'
+``nn.parametrize.replace_parameter_4bit`` packs the weight and puts a PyTorch parametrization in front of it. Every read
+of the weight, such as ``module.gate_up_proj``, then decodes all experts. Code that reads the packed bytes can decode
+only the experts that it needs, or keep the stack packed.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from ..patching.switch import switch
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """A packed stack: its bytes, its QuantState, and the Dequantizer that decodes it and counts hits and fallbacks."""
+    """A packed stack: its bytes, its QuantState, and a Dequantizer.
+
+    The Dequantizer decodes the bytes, and counts how often the kernel ran (hits) and how often it did not (fallbacks).
+    """
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
-    only_read: bool = False  # the caller does not write into the dense stack, so ``dense`` may return a cached one
+    only_read: bool = False  # True if no caller writes into the dense stack. ``dense`` may then return a cached one.
 
     def dense(self) -> Tensor:
-        """Decode all experts: [experts, ...]. The result may be cached, so do not write into it."""
-        with torch.no_grad():  # like bitsandbytes' parametrization, which passes no gradient to the packed weight
+        """Decode all experts. Return [experts, ...]. The result may come from the cache, so do not write into it."""
+        with torch.no_grad():  # bitsandbytes' parametrization passes no gradient to the packed weight either.
             if switch.on and not is_compiling():
                 own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
                 if prefetch.gate.on:
@@ -51,7 +55,7 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode only the experts ``ids``, int64 [n]. Return [n, ...].
+        """Decode only the experts with the indices ``ids``, int64 [n]. Return [n, ...].
 
         transformers indexes a dense stack in the same way, so its code also works with a packed stack.
         """
@@ -63,7 +67,7 @@ class PackedExperts:
     def select(self, ids: Tensor) -> PackedExperts | Reason:
         """Return a smaller packed stack, [n, ...], with copies of the packed bytes of the experts ``ids``, int64 [n].
 
-        Return a Reason if single experts cannot be copied.
+        Return a Reason if the bytes of single experts cannot be copied (see ``has_whole_experts``).
         """
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
@@ -86,14 +90,15 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def has_whole_experts(self) -> bool:
-        """Return whether single experts can be copied.
+        """Return whether the bytes of single experts can be copied out of the stack.
 
-        For that, each expert has to consist of whole bytes, whole blocks and, if nested, whole second-level blocks.
+        This needs experts that consist of whole bytes and whole blocks. If the quantization is nested, each expert must
+        also consist of whole second-level blocks.
         """
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(
-            # false for a storage dtype other than uint8, and for a shard of a stack
+            # The next line is false if the storage dtype is not uint8, and if ``packed`` is only a shard of the stack.
             2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
@@ -104,15 +109,18 @@ class PackedExperts:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by name. Its first entry is bitsandbytes' parametrization."""
+    """Return the ParametrizationList of each packed stack of a module, by the stack's name.
+
+    The first parametrization in each list is that of bitsandbytes.
+    """
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed a stack or put adapters on it.
+    """Return whether nf4_patch itself packed a stack, or prepared the stack for adapters.
 
-    nf4_patch handles the saving and merging of such a stack even while ``experts="4bit"`` is off.
+    nf4_patch then handles the saving and merging of the stack even while ``experts="4bit"`` is off.
 
     Args:
         chain: the ParametrizationList of the stack.
@@ -122,7 +130,10 @@ def is_managed(chain: Any) -> bool:
 
 
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
-    """Return the packed stacks of an experts module by name, or the Reason why they must be read through the parametrization."""
+    """Return the packed stacks of an experts module by name.
+
+    If the stacks must be read through the parametrization, return the Reason instead.
+    """
     packed = packed_chains(module)
     chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
     if not chains:
@@ -144,11 +155,12 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
     """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
 
-    The packed bytes must not be read directly then, because libraries for offloading and sharding load and free a weight in hooks.
-    Such hooks are on the experts module, on the ParametrizationList, or on bitsandbytes' parametrization in that list.
+    If so, the packed bytes must not be read directly. For example, libraries for offloading and sharding load a weight
+    in a hook and free it in another hook. Such hooks are on the experts module, on the ParametrizationList, or on
+    bitsandbytes' parametrization in that list.
 
-    bitsandbytes' own two hooks on the experts module, which cache a dense stack during a forward, do not count. An outer
-    ``parametrize.cached()`` keeps the dense stack for longer, so it counts.
+    bitsandbytes' own two hooks on the experts module do not count. They cache a dense stack during one forward. An
+    outer ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
 
     Args:
         chains: the ParametrizationList of each stack, by name.

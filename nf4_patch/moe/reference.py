@@ -1,6 +1,7 @@
 """Reference functions in plain PyTorch for the kernels in kernels.py. Tests compare the kernels with them.
 
-Each result is computed in fp32 and rounded once. Arguments and results are those of the functions in launch.py.
+Each function has the arguments and results of the function with the same name in launch.py. It computes in fp32, and
+rounds each result once.
 """
 
 from __future__ import annotations

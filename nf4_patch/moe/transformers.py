@@ -1,8 +1,8 @@
-"""Replacements for the experts' forward of transformers and of Liger.
+"""Replacements for the functions of transformers and Liger that run the experts of a mixture.
 
-transformers decodes every expert of a packed stack. In training it saves the dense stack for the backward, 1.2 GB in bf16 per layer
-of Qwen3-30B-A3B. In generation it then copies the few experts that a token needs. Our forward saves the packed stack in training,
-and decodes only the needed experts in generation.
+transformers decodes every expert of a packed stack. In training it saves the dense stack for the backward, which takes
+1.2 GB in bf16 per layer of Qwen3-30B-A3B. In generation it decodes all experts, although a token needs only a few of
+them. nf4_patch's forward saves the packed stack in training, and decodes only the needed experts in generation.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from .read import PackedExperts, packed_chains, stacks_of
 class Loads:
     """Record whether a model was loaded while ``experts="4bit"`` was on.
 
-    If so, the forward does not warn of experts in 16 bits. Either the user asked for them, or loading has warned of them already.
+    If so, the forward does not warn of experts in 16 bits. Either the user asked for experts in 16 bits, or loading has
+    already warned of them.
     """
 
     seen = False
 
 
-@functools.cache  # cached, because it is slow: it walks all objects of the process
+@functools.cache  # The result is cached, because the function walks all objects of the process, which is slow.
 def is_nothing_packed() -> bool:
-    """Return whether this process has no packed stack."""
+    """Return whether this process holds no packed stack at all."""
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())
@@ -57,9 +58,11 @@ def warn_of_16_bits(module: Any) -> None:
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    """Run our forward of the experts, with the LoRA factors of ``wrappers``.
+    """Run nf4_patch's forward of the experts, with the LoRA factors of ``wrappers``.
 
     Args:
+        stacks: the packed stacks by name.
+        whole: as in ``experts``.
         routed: hidden_states, top_k_index and top_k_weights.
     """
     try:
@@ -67,8 +70,8 @@ def run(
     except Exception:
         raise
     except BaseException:
-        # PyTorch does not call forward hooks after a KeyboardInterrupt. So call bitsandbytes' hook here, which ends the caching of
-        # dense stacks.
+        # After a KeyboardInterrupt, PyTorch does not call forward hooks.
+        # So call the hook of bitsandbytes here that ends the caching of dense stacks.
         library = sys.modules.get("bitsandbytes.nn.parametrize")
         for hook in module._forward_hooks.values():
             if library is not None and hook is library._disable_parametrization_cache:
@@ -77,12 +80,12 @@ def run(
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
-    """Make the replacement for a forward of experts.
+    """Return the replacement for a function that runs the experts of a mixture.
 
-    If our forward raises an error, the caller gets the error, and the original forward does not run.
+    If nf4_patch's forward raises an error, the caller gets this error. The original function does not run then.
 
     Args:
-        whole: True for a forward that multiplies by the weights of all experts, and only reads them. False for a forward that
+        whole: True if the original multiplies by the weights of all experts, and only reads these weights. False if it
             copies the weight of each row's expert.
     """
     dequantizer = Dequantizer(target.name)
@@ -101,7 +104,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         if isinstance(refused, Reason):
             if not wrappers:
                 return refused
-            dequantizer.fallbacks.count(refused)  # our forward still runs, to apply LoRA, but reads the dense stack
+            # nf4_patch's forward still runs, because it has to apply LoRA, but it reads the dense stack.
+            dequantizer.fallbacks.count(refused)
         for wrapper in wrappers:
             wrapper.is_asked = True
         read = {} if isinstance(stacks, Reason) else stacks
@@ -110,8 +114,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
-# ``grouped_mm`` replaces two functions. ``grouped_mm_experts_forward`` saves the dense stacks for the backward.
-# ``LigerExperts.forward`` decodes a packed stack in each pass, and ignores LoRA adapters on it.
+# ``grouped_mm`` replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.
+# ``grouped_mm`` also replaces ``LigerExperts.forward``, which decodes a packed stack in each pass and ignores LoRA.
 grouped_mm = functools.partial(experts, whole=True)
-# ``batched_mm`` replaces ``batched_mm_experts_forward``, which ``generate`` uses for its one-token steps on a GPU.
+# ``batched_mm`` replaces ``batched_mm_experts_forward``. On a GPU, ``generate`` uses that function for one-token steps.
 batched_mm = functools.partial(experts, whole=False)

@@ -20,9 +20,10 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the 16 code values of a quant type in fp32.
+    """Return the 16 code values of a quant type as an fp32 tensor.
 
-    PyTorch's default dtype has no effect on the result, unlike in bitsandbytes' ``get_4bit_type``.
+    The result is fp32 whatever PyTorch's default dtype is. In bitsandbytes' ``get_4bit_type`` the default dtype has an
+    effect.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
@@ -30,7 +31,7 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     values = CODES[quant_type]
     code = torch.empty(len(values), dtype=torch.float32, device=device)
     for index, value in enumerate(values):
-        code[index].fill_(value)  # one by one, because a copy from the host would end a CUDA graph capture
+        code[index].fill_(value)  # A copy from the host would break a CUDA graph capture, so fill one by one.
     return code
 
 
@@ -40,19 +41,19 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
     """Return the code values of a quant type in a tensor that is made once per device and never freed.
 
-    Launches hold the address of this tensor, so its memory must not belong to the private pool of a CUDA graph.
+    Kernel launches keep the address of this tensor. So its memory must not come from the private pool of a CUDA graph.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: GRAPH_CAPTURE, if the first use on a device is inside a CUDA graph capture.
+        KernelUnavailable: GRAPH_CAPTURE, if a CUDA graph is being captured at the first use on a device.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
-        # A new thread uploads the values. When torch.compile warms up a CUDA graph, it redirects the allocations of the
-        # current thread to the private pool of the graph. The allocations of a new thread are not redirected. A new
-        # thread also starts on the default stream and without inference mode.
+        # Upload the values in a new thread, which starts on the default stream and without inference mode.
+        # While torch.compile warms up a CUDA graph, the current thread allocates from the private pool of the graph.
+        # A new thread does not allocate from the pool of the graph.
         with ThreadPoolExecutor(1) as thread:
             uploaded = thread.submit(uploaded_code, quant_type, device).result()
         code = _remembered.setdefault((quant_type, device), uploaded)  # another thread may have been first
@@ -60,5 +61,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Copy the code values of a quant type to a device. The copy has finished on return, so any stream may read the result."""
+    """Copy the code values of a quant type to a device.
+
+    The copy is complete when the function returns, so any CUDA stream may read the result.
+    """
     return code_of(quant_type, torch.device("cpu")).to(device)

@@ -1,1 +1,1 @@
-"""Dequantization of a packed weight and of its scales in one launch: kernel, reference formula and launch path."""
+"""Dequantization of a packed weight, including its quantized scales, in one launch: kernel, reference and launch."""

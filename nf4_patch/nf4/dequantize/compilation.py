@@ -1,4 +1,4 @@
-"""The compiled kernel: launch configurations, variants, and the comparison with the reference before the first use."""
+"""Compile the dequantize kernel, and compare it with the reference formula before its first use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if triton is not None:
     from . import kernels
 
 MINIMUM_CAPABILITY = (7, 5)
-MEASURED = ((9, 0),)  # compute capabilities for which docs/data has times
+MEASURED = ((9, 0),)  # compute capabilities of the GPUs on which the times in docs/data were measured
 
-# NUM_WARPS holds the warps per CTA by (lowest compute capability, smallest number of elements). The last row that fits is used.
-# These are the speeds with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
-# 512x2048 98.6 and 96.2, 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8,
-# 8192x8192 97.7 and 99.6 (H200, torch 2.11, triton 3.6.0).
-# Only sm_90 was timed. The 4 warps for sm_75 keep the most CTAs in flight on a T4, the smallest GPU.
+# NUM_WARPS maps (lowest compute capability, smallest number of elements) to warps per CTA. The last fitting row is used.
+# On sm_90, 8 and 16 warps were timed (H200, torch 2.11, triton 3.6.0).
+# The times are compared with those of a kernel that moves the same bytes but decodes nothing.
+# Percent of its speed with 8 warps: 512x2048 98.6, 1024x4096 97.9, 4096x4096 95.8, 14336x4096 96.9, 8192x8192 97.7.
+# Percent of its speed with 16 warps: 512x2048 96.2, 1024x4096 96.7, 4096x4096 98.3, 14336x4096 98.8, 8192x8192 99.6.
+# Other GPUs were not timed. sm_75 gets 4 warps, to keep the most CTAs in flight on a T4, the smallest GPU.
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
-UNROLL = 2  # steps per CTA, each of which decodes one group per thread; equal to UNROLL in kernels.py
-PACKED_CONVERT = (8, 0)  # the first compute capability that has cvt.rn.{f16,bf16}x2.f32
+UNROLL = 2  # steps per CTA; a thread decodes one group of elements per step. UNROLL in kernels.py must be equal.
+PACKED_CONVERT = (8, 0)  # the lowest compute capability that has the instructions cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -35,7 +36,10 @@ def warps_for(capability: tuple[int, int], numel: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Everything that a compiled kernel depends on. The defaults fit a QLoRA weight."""
+    """Everything that the compilation of the kernel depends on, apart from the device.
+
+    The defaults describe a usual QLoRA weight.
+    """
 
     num_warps: int
     dtype: torch.dtype
@@ -43,9 +47,9 @@ class Variant(NamedTuple):
     blocksize: int = 64
     blocksize2: int = 256
     even: bool = True  # the weight's elements fill whole CTAs
-    tail: bool = False  # the number of elements is not a multiple of 8
+    tail: bool = False  # True if the number of elements is not a multiple of 8
     wide: bool = False  # the number of elements needs 64 bits
-    aligned: bool = True  # the packed weight is 16-byte aligned, not only 4-byte aligned
+    aligned: bool = True  # True if the packed weight is 16-byte aligned. False if it is only 4-byte aligned
 
     @classmethod
     def of(cls, weight: PackedWeight, num_warps: int) -> Variant:
@@ -59,7 +63,8 @@ class Variant(NamedTuple):
 def elems_per_thread(variant: Variant) -> int:
     """Return how many elements a thread decodes per step: as many as fill 16 bytes of output.
 
-    At blocksize 32 a thread decodes half as many, so that the elements of 16 lanes lie in at most two blocks.
+    With a blocksize of 32 it is half as many, so that the elements of 16 threads lie in at most two quantization
+    blocks.
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
@@ -70,7 +75,7 @@ def elements_of(variant: Variant) -> int:
 
 
 def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return the kernel's constexprs in the order of its signature."""
+    """Return the kernel's compile-time constants, in the order of the kernel's parameters."""
     elements = elems_per_thread(variant)
     blocks = 2 if 16 * elements > variant.blocksize else 1
     source, constraints = ptx.decode(PTX_TYPES[variant.dtype], elements, blocks, capability >= PACKED_CONVERT)
@@ -88,12 +93,15 @@ def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
 
 
 def operands(weight: PackedWeight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the kernel's tensors in the order of its signature."""
+    """Return the kernel's tensor arguments, in the order of the kernel's parameters."""
     return (weight.bytes(), *weight.operands()[1:], out)
 
 
 class CompiledKernel:
-    """A compiled variant on one device. The constructor raises unless the kernel's result is bit-identical to the reference."""
+    """A variant of the kernel, compiled for one device.
+
+    The constructor runs the kernel on a sample. It raises an error unless the result is bit-identical to the reference.
+    """
 
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
@@ -109,7 +117,7 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            for quant_type in CODES:  # FP4 is checked too, because only FP4 has a minus zero
+            for quant_type in CODES:  # Both quant types are compared, because only FP4 has a minus zero.
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
                 grid = -(-weight.numel() // self.elements), 1, 1
@@ -123,9 +131,10 @@ class CompiledKernel:
 
 
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
-    """Build a small weight of this variant that contains every byte value and ends with FP4's two zeros.
+    """Build a small weight of this variant, on which the kernel is compared with the reference.
 
-    The bytes are not random, because drawing random numbers would change a training's random state.
+    The weight contains every byte value, and ends with the two zeros of FP4, minus zero and zero. The bytes are not
+    random, because drawing random numbers would change the random state of the user's training.
     """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
@@ -151,10 +160,16 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
-    """Return the compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
+    """Return the kernel that is compiled for ``variant`` and ``device``. Compile it at the first use.
+
+    :func:`runtime.built_once` says which errors this raises.
+    """
     return runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """Return every kernel compiled so far, or the error of its compilation, by variant and device."""
+    """Return the kernels that were compiled so far, by variant and device.
+
+    Where the compilation failed, the value is the error.
+    """
     return dict(_kernels)

@@ -1,17 +1,20 @@
-"""Triton kernels, and nothing but @triton.jit functions. A parameter in capitals is known at compile time."""
+"""Triton kernels that dequantize packed weights. This file holds only @triton.jit functions and their constants.
+
+A parameter in capitals is known at compile time.
+"""
 
 import triton
 import triton.language as tl
 
-# The 16 lanes of a half warp share one table of rounded products (ptx.py). If their elements lie in two blocks, those of the
-# second block start at lane 8.
+# The 16 lanes of a half warp share one table of rounded products (see ptx.py).
+# If the elements of a half warp lie in two blocks, lanes 8 to 15 hold the elements of the second block.
 HALF_WARP = tl.constexpr(16)
-UNROLL = tl.constexpr(2)  # steps per program; in a step, each thread decodes one group of elements
+UNROLL = tl.constexpr(2)  # steps per program; a thread decodes one group of elements per step
 
 
 @triton.jit
 def multiply(a, b, FTZ):
-    """Return the fp32 product, rounded once. FTZ flushes subnormals to zero, like code built with --use_fast_math."""
+    """Return a * b in fp32, rounded once. With FTZ, subnormals become zero, as with nvcc's --use_fast_math."""
     if FTZ:
         return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
@@ -20,14 +23,14 @@ def multiply(a, b, FTZ):
 
 @triton.jit
 def look_up(code, nibble, FTZ):
-    """Return the value of a nibble.
+    """Return the code value of a nibble, which is a 4-bit index.
 
-    For FP4's nibble 8, bitsandbytes' CUDA tables hold minus zero, but the code tensor of its QuantState holds plus zero. If FTZ
-    is set, the kernel follows CUDA's arithmetic, so it returns minus zero.
+    FP4 has a special case: for nibble 8, bitsandbytes' CUDA kernels use minus zero, but the code tensor of its
+    QuantState holds plus zero. With FTZ, this function does the same as the CUDA kernels, so it returns minus zero.
     """
     value = tl.load(code + nibble)
     if FTZ:
-        # The sign is computed in integers, because Triton turns the literal -0.0 into plus zero.
+        # Set the sign with integer operations, because Triton turns the literal -0.0 into plus zero.
         sign = ((nibble == 8) & (value == 0.0)).to(tl.int32) << 31
         value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value
@@ -35,13 +38,13 @@ def look_up(code, nibble, FTZ):
 
 @triton.jit
 def round_to(value, dtype):
-    """Round fp32 ``value`` to ``dtype``, to nearest even, and return its bits in the low bits of an int32."""
+    """Round ``value`` from fp32 to ``dtype``, to nearest even. Return the bits in the low bits of an int32."""
     if dtype == tl.float32:
         return value.to(tl.int32, bitcast=True)
     elif dtype == tl.float16:
         return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     else:
-        # Integer instructions round here. Triton's interpreter truncates fp32 to bf16, and sm_75 has no conversion.
+        # Round with integer operations, because Triton's interpreter only truncates, and sm_75 cannot convert to bf16.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
         return tl.where(value == value, rounded, 0x7FFF)
@@ -49,10 +52,10 @@ def round_to(value, dtype):
 
 @triton.jit
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
-    """Decode and store single elements, bit-identical to ptx.decode.
+    """Decode single elements and store them. The result is bit-identical to that of ptx.decode.
 
-    Without PTX (the portable path), this function decodes all elements. With PTX, it decodes only the elements past the
-    last whole 32-bit word.
+    Without inline PTX (the portable path), this function decodes all elements. With PTX, this function decodes only the
+    elements after the last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -63,9 +66,10 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 @triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
-    """Return a block's fp32 scale from its absmax. The product and the sum are rounded separately.
+    """Return the fp32 scale of a block from ``first``, the block's absmax.
 
-    The launch therefore forbids the compiler to contract them to an FMA.
+    If FLAT, the absmax is the scale. Otherwise the scale is code2[first] * second + offset. Its product and its sum
+    must be rounded separately, so the kernel is compiled without fusing them into an FMA.
     """
     if FLAT:
         return first
@@ -75,12 +79,13 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 
 @triton.jit
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
-    """Load a thread's nibbles (in the low bits) and the absmax of its block. Return both, and the block's index.
+    """Load what a thread needs for one step: its nibbles, and the absmax of its block.
 
     A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the 64-bit index of the
-    program's first group. The offset of the step is a constant. It is added last, so that it becomes an immediate
-    offset of the load instruction. Otherwise the second step would compute an address of its own, which takes 9
-    instructions on sm_75.
+    program's first group. Return the nibbles (in the low bits), the absmax, and the index of the block.
+
+    The step adds a constant to the address. This constant is added last, so that it becomes an immediate offset of the
+    load instruction. Otherwise the second step would compute a second address, which takes 9 instructions on sm_75.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
@@ -88,12 +93,12 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
     word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
-    # A program starts at a block boundary, or lies inside one block. So the block's index is the sum of two quotients:
-    # one of the program's first group, and one of the thread within the program.
+    # ``block`` is the block of the program's first group. ``index`` counts the blocks from there to the thread.
+    # Their sum is the thread's block, because a program starts at a block boundary or lies inside one block.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # The absmax is masked per block, not per group, because a thread past the end still computes a table entry for its
-    # half warp.
+    # Mask the absmax by block, not by group. A thread past the last group still needs the absmax of its block,
+    # because it computes an entry of the table that its half warp shares.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
@@ -101,11 +106,11 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """Return ``first``, the absmax, unchanged. A barrier makes all loads so far start before anything uses the result.
+    """Return ``first``, the absmax, unchanged. A barrier makes all loads above start before anything uses the result.
 
-    Otherwise ptxas schedules the packed loads after the load of code2, which waits for the absmax. There would then be
-    two trips to memory instead of one. Percent of the bandwidth ceiling without and with the barrier: 1024x4096 84.5
-    and 94.9, 4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
+    Without the barrier, ptxas places the packed loads after the load of code2, which waits for the absmax. The kernel
+    would then wait for memory twice, one time after the other. Speed without and with the barrier, in percent of the
+    bandwidth ceiling: 1024x4096 84.5 and 94.9, 4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -118,7 +123,8 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second`` is the second-level absmax of all blocks of the program, or None if they lie in several second-level blocks.
+    ``second`` is the second-level absmax if all blocks of the program share one. If ``second`` is None, each thread
+    loads the second-level absmax of its block. A flat weight has none.
     """
     if second is None:
         if BLOCKSIZE2 > 0:
@@ -128,7 +134,10 @@ def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, F
 
 @triton.jit
 def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
-    """Decode one group per thread and store it: 16 bytes (8 at blocksize 32), contiguous across the threads."""
+    """Decode one group per thread and store the elements.
+
+    A thread stores 16 bytes (8 at blocksize 32). The bytes of all threads are contiguous.
+    """
     THREADS: tl.constexpr = nibbles.shape[0]
     OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
@@ -157,7 +166,7 @@ def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_P
 
 @triton.jit
 def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
-    """Decode the last 1 to 7 elements, which do not fill a 32-bit word, from single bytes."""
+    """Decode the last 1 to 7 elements byte by byte, because they do not fill a 32-bit word."""
     element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
@@ -174,33 +183,38 @@ def dequantize_kernel(
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr,
     EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))), both levels of quantization in one launch.
+    """Dequantize a weight: out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))).
 
-    Per step, a thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word. A program runs UNROLL = 2 steps of THREADS threads.
+    If the absmax are quantized too (nested), the same launch decodes them. In each step, a thread decodes
+    ELEMS_PER_THREAD elements from one 32-bit word. A program runs UNROLL = 2 steps of THREADS threads.
 
-    packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
-    code: fp32 [16]. absmax2: fp32, one per BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
-    out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 is 0 for a flat weight, whose second level is never read.
-    EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
-    PTX, CONSTRAINTS: the result of ptx.decode, or "" for the portable path, which is bit-identical.
+    packed: uint8 [ceil(n / 2)], 4-byte aligned.
+    absmax: [ceil(n / BLOCKSIZE)], uint8 for a nested weight, fp32 for a flat weight.
+    code: fp32 [16]. code2: fp32 [256]. offset: one element.
+    absmax2: fp32, one element per BLOCKSIZE2 blocks.
+    out: fp16, bf16 or fp32 [n], 16-byte aligned.
+    BLOCKSIZE2: 0 for a flat weight. The kernel then does not read absmax2, code2 and offset.
+    EVEN: n is a multiple of the elements of a program. TAIL: n is not a multiple of 8.
+    PTX, CONSTRAINTS: the result of ptx.decode. An empty PTX selects the portable path, whose result is bit-identical.
     """
     tl.static_assert(not (EVEN and TAIL))
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
     thread = tl.arange(0, THREADS)
     entry = look_up(code, thread % HALF_WARP, FTZ)
-    # The selector is ptx.SELECT_LOW for threads in the first block of their half warp, and ptx.SELECT_HIGH in the second block.
+    # Threads in the first block of their half warp use ptx.SELECT_LOW, and threads in the second block ptx.SELECT_HIGH.
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    # ``groups`` and ``blocks`` are the bounds for the masks of loads and stores. None means that no mask is needed.
+    # ``groups`` and ``blocks``, the numbers of groups and blocks, mask the loads and stores. None means no mask.
     groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)
     blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 
     second = None
-    # In every state that bitsandbytes makes, all elements of a program lie in one second-level block.
+    # Load the second-level absmax once per program, if all elements of the program lie in one second-level block.
+    # This condition holds for every QuantState that bitsandbytes makes.
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = tl.load(absmax2 + group * ELEMS_PER_THREAD // BLOCKSIZE // BLOCKSIZE2)
-    # Both steps load before either step stores, because the compiler may not move a load above a store.
+    # Load the data of both steps before the first store, because the compiler may not move a load above a store.
     nibbles, first, block = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
     nibbles2, first2, block2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
     if BLOCKSIZE2 > 0:
