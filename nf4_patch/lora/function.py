@@ -1,9 +1,9 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
 The forward of the function computes only LoRA's product. When the function has returned, the caller adds the base
-product (x times the base weight) in place, without autograd. This saves memory and time. Autograd saves no tensor for
-the base product. A checkpoint's recompute stops at the last saved tensor, so it skips the base product of the last
-layer in the checkpoint. The base product is the most expensive part of the layer.
+product (x times the base weight) in place, without autograd. So autograd saves no tensor for the base product, which is
+the most expensive part of the layer. A checkpoint's recompute stops at the last saved tensor. So it skips the base
+product of the last layer in the checkpoint.
 
 The backward of the function computes all gradients of the layer. The gradient of x is the sum of a part from the base
 weight and a part from LoRA. The function adds the two parts itself, so that autograd does not have to add two tensors.
