@@ -223,9 +223,9 @@ class GraphedLayer:
         ]
 
     def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer under a checkpoint. Return the leaf tensor that it got as input, and its first result.
+        """Run the layer under a checkpoint. Return the layer's input and its first result.
 
-        The input is a new leaf that shares the memory of x.
+        The input is a new leaf tensor that shares the memory of x.
 
         A layer that Unsloth compiled runs without gradients in the forward and with gradients in the recompute, as it
         does under a reentrant checkpoint. The layer is compiled once without and once with gradients. The two compiled
@@ -335,7 +335,7 @@ class GraphedLayer:
             raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside the layer has a gradient")
         try:
             changed = attributes != [vars(module) for module in modules] or not task.fingerprint.holds()
-        except RuntimeError:  # PyTorch raises this error if == compares two different tensors as attributes
+        except RuntimeError:  # == raises this error if an attribute now holds a different tensor
             changed = True
         if changed or versions() != before:
             for module, found in zip(modules, attributes, strict=True):

@@ -110,7 +110,7 @@ class Fingerprint:
                 and all(map(is_, chain.from_iterable(self.found_states()), chain.from_iterable(self.of_states)))
                 and [*map(requires_grad, self.floating)] == self.trains
             )
-        except Exception:  # raised if == compares two different tensors, or if an attribute was deleted
+        except Exception:  # == raises if an attribute now holds a different tensor. A deleted attribute raises too.
             return False
 
     def restore(self) -> None:

@@ -27,7 +27,7 @@ SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in s
 
 
 class Refusal(Exception):
-    """A layer cannot be captured. ``reason`` is the Reason, and ``detail`` says what was found in the layer."""
+    """Says that a layer cannot be captured. ``reason`` is the Reason, ``detail`` is what was found in the layer."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(detail)

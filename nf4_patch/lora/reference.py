@@ -1,4 +1,4 @@
-"""The results that the kernels in kernels.py must have, in plain PyTorch. Tests compare the kernels with them.
+"""Formulas in plain PyTorch for the results of the kernels in kernels.py. Tests compare the kernels with them.
 
 Each function has the arguments of the function of the same name in launch.py, plus ``dtype``. The result is computed in
 ``dtype``. The default is fp64, which makes the result practically exact.

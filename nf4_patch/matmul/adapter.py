@@ -32,13 +32,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def layout_of(a: torch.Tensor) -> AdapterLayout:
-    """Return the layout of an adapter, given its A [rank, K]."""
+    """Return the layout of an adapter (its rank, its precision, and the number of parts of K), given A [rank, K]."""
     rank, k = a.shape
     return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
 
 
 def span_of(k: int) -> int:
-    """Return how many of the ``k`` columns of x one part covers. This number is a multiple of COLUMNS."""
+    """K is split into parts. Return how many of the ``k`` columns of x one part covers, a multiple of COLUMNS."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
@@ -81,7 +81,10 @@ def is_readable(factor: torch.Tensor) -> bool:
 
 
 def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
-    """Return the constexpr arguments of the first launch's kernel for x [m, k]. Only DEPENDENT is missing."""
+    """Return the constexpr arguments of the first launch's kernel for x [m, k].
+
+    DEPENDENT is not included, because it depends on the device.
+    """
     power = triton.next_power_of_2
     return {
         "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),

@@ -1,4 +1,4 @@
-"""Choose the config of the fused matmul for each size.
+"""Choose the config of the fused matmul for a size, which is a number of rows of x and a shape of the weight.
 
 The config comes from the shipped table. On a GPU without a table, it comes from a measurement at the first use of the
 size. The result of a measurement is saved in Triton's cache folder. Within a process, the choice for a size never
@@ -106,7 +106,7 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
 
 
 def measured_apart(*arguments: Any) -> Measurement | None:
-    """Call ``measure`` in a new thread, because a new thread has no autocast, no modes and no private memory pool.
+    """Call ``measure`` in a new thread, so that autocast, modes and a private memory pool of this thread do not apply.
 
     Return None if the kernel cannot be compiled or the GPU has too little memory.
     """
@@ -141,8 +141,8 @@ def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
 class SavedMeasurement:
     """The file in Triton's cache folder that stores one measurement.
 
-    The file's folder depends on the GPU, its driver, the measured size, and the releases of the libraries that take
-    part. If one of them changes, the file is not found, and the size is measured again.
+    The file's folder depends on the GPU, its driver, the measured size, and the releases of nf4_patch, PyTorch, Triton
+    and the libraries that were measured. If one of them changes, the file is not found, and the size is measured again.
     """
 
     def __init__(self, device: int, m: int, n: int, k: int, originals: Iterable[str]):
