@@ -1,9 +1,9 @@
-"""Capture a decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
+"""Capture a decoder layer as two CUDA graphs: the forward, and the recompute together with the backward.
 
 The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint
-would. Both graphs read detached aliases of the parameters. If they read the parameters themselves, autograd would
-synchronize with the training stream during the capture, because the autograd nodes of the parameters belong to that
-stream.
+would recompute. Both graphs read the parameters through detached aliases, which share the parameters' memory. With the
+parameters themselves, autograd would synchronize with the training stream, because the autograd nodes of the parameters
+belong to that stream. A capture does not allow this.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .pool import Pool, Refusal, host_generators, quiet_garbage, repaired, reque
 
 
 def matmul_precision() -> str:
-    """Return the precision of fp32 matrix products, such as "tf32"."""
-    # exists since PyTorch 2.9, where get_float32_matmul_precision may raise an error
+    """Return PyTorch's precision setting for fp32 matrix products, for example "tf32"."""
+    # This getter exists since PyTorch 2.9. From 2.9 upwards, get_float32_matmul_precision may raise an error.
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     return str(getter("cuda", "matmul") if getter else torch.get_float32_matmul_precision())
 
 
-# MODES: getters of PyTorch's global modes that change which kernels a layer runs
+# MODES: functions that return a global setting of PyTorch. These settings change which kernels a layer runs.
 MODES: list[Callable[[], Any]] = [matmul_precision, torch.are_deterministic_algorithms_enabled] + [
     getattr(torch._C, name)
     for name in (
@@ -46,7 +46,10 @@ MODES: list[Callable[[], Any]] = [matmul_precision, torch.are_deterministic_algo
 
 
 class Environment(NamedTuple):
-    """Autocast and PyTorch's global modes during a call. An Environment is part of the key of a graph."""
+    """The settings of autocast and of PyTorch's global modes during a call of a layer.
+
+    A graph may be replayed only for calls with the same settings, so the Environment is part of the graph's key.
+    """
 
     autocast: bool
     dtype: torch.dtype
@@ -58,37 +61,37 @@ class Environment(NamedTuple):
         return cls(torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE), modes)
 
     def entered(self) -> torch.autocast:
-        """Return autocast with the recorded settings.
+        """Return an autocast context with the settings of this Environment.
 
-        The weight cache of autocast is off, because autocast frees the cached weights at its end, but a graph would
-        still read them.
+        The context does not use autocast's weight cache. Autocast frees the cached weights at the end of the context,
+        but a graph that was captured inside the context would still read them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
 
 
 class Task(NamedTuple):
-    """What to capture: a layer, with the arguments of one call."""
+    """Everything that a capture needs: a layer, and the arguments and the settings of one call of the layer."""
 
     layer: nn.Module
-    # a function that calls the layer. Its arguments are the checkpoint function or the StaticCache to use, x, and the other tensors
+    # ``function`` calls the layer. Its arguments are a checkpoint function or a StaticCache, then x and the tensors.
     function: Callable[[Any, Tensor, list[Tensor]], Any]
     x: Tensor
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
-    is_compiled: bool  # Unsloth's layer, which is one compiled function
-    static_cache: Any  # the layer's StaticCache if it generates, else None
+    is_compiled: bool  # whether the layer is one function that Unsloth compiled
+    static_cache: Any  # the StaticCache that the layer writes if the model generates, else None
 
 
-# A Place says where a module holds a parameter: the module's dict of parameters, the name in this dict, and the parameter.
+# A Place says where a module holds a parameter: (the module's dict of parameters, the key in this dict, the parameter).
 Place = tuple[dict[str, Any], str, nn.Parameter]
 
 
 @contextlib.contextmanager
 def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the ``with`` block, let the modules hold the aliases instead of the parameters.
+    """Replace the parameters at ``places`` by their aliases inside the ``with`` block, and restore them afterwards.
 
-    Skip a parameter that its module no longer holds.
+    A parameter that its module no longer holds is skipped.
     """
     done: list[Place] = []
     try:
@@ -104,7 +107,10 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Return the Place of each of the layer's parameters that require a gradient."""
+    """Find the layer's parameters that require a gradient.
+
+    Return a Place for each: (dict that holds the parameter, key in this dict, parameter).
+    """
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -115,16 +121,16 @@ def trained_places(layer: nn.Module) -> list[Place]:
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a new leaf that shares the parameter's memory and version counter.
+    """Return a new leaf tensor that shares the parameter's memory and version counter.
 
-    The leaf is an ``nn.Parameter``, because Dynamo would recompile for a plain tensor. It comes from ``detach()``, because
-    ``.data`` would have a separate version counter.
+    The leaf is an ``nn.Parameter``, because Dynamo would compile the layer again for a plain tensor. The leaf is made
+    with ``detach()``, because a leaf made with ``.data`` would have a separate version counter.
     """
     return nn.Parameter(parameter.detach())
 
 
 def leaves(result: Tensor) -> Iterator[Any]:
-    """Yield the leaf tensors of the autograd graph of ``result``."""
+    """Yield the leaf tensors that ``result`` was computed from, as its autograd graph records them."""
     seen, nodes = set(), [result.grad_fn]
     while nodes:
         node: Any = nodes.pop()
@@ -137,7 +143,11 @@ def leaves(result: Tensor) -> Iterator[Any]:
 
 
 class GraphedLayer:
-    """The forward graph and the backward graph of one layer, for all calls with the same key (argument layouts and modes)."""
+    """The two CUDA graphs of one layer: one for the forward, one for the recompute and the backward.
+
+    The graphs serve all calls of the layer with the same key. The key describes the layouts of the arguments and the
+    modes.
+    """
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
@@ -153,15 +163,16 @@ class GraphedLayer:
         self.slots = slots_for(task.tensors, pool.slots)
         self.trained = trained_places(task.layer)
         self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
-        self.used: list[int] = []  # indices in ``aliases`` of the parameters that receive a gradient
-        self.parameters: Any = None  # the parameters that receive a gradient; set by the warm-up
-        self.others: tuple[None, ...] | None = None  # the results after the first, if the layer returns a tuple
+        self.used: list[int] = []  # positions in ``aliases`` of the parameters that receive a gradient
+        self.parameters: Any = None  # the warm-up sets this to the parameters that receive a gradient
+        self.others: tuple[None, ...] | None = None  # if the layer returns a tuple: its results after the first
         random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
         try:
             with (
                 torch.cuda.device(pool.device), torch.cuda.stream(pool.stream), quiet_garbage(),
                 torch.set_grad_enabled(self.differentiable),
-                torch.autograd.set_multithreading_enabled(False),  # the pool and the capture mode apply to one thread only
+                # The backward must run in this thread, because the pool and the capture mode apply to this thread only.
+                torch.autograd.set_multithreading_enabled(False),
                 saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
             ):  # fmt: skip
                 pool.stream.wait_stream(replay_stream)
@@ -201,10 +212,10 @@ class GraphedLayer:
         self.alive = True
 
     def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
-        """Group tensors by the dtype of their parameter.
+        """Sort tensors into lists, one list for each dtype of the layer's parameters.
 
         Args:
-            tensors: one tensor per parameter, in the order of ``parameters``.
+            tensors: one tensor for each of ``parameters``, in the same order. The parameter's dtype decides the list.
         """
         return [
             [tensor for tensor, parameter in zip(tensors, self.parameters, strict=True) if parameter.dtype is dtype]
@@ -212,10 +223,13 @@ class GraphedLayer:
         ]
 
     def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result.
+        """Run the layer under a checkpoint. Return the layer's input and its first result.
 
-        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
-        checkpoint, because its two compilations may round differently.
+        The input is a new leaf tensor that shares the memory of x.
+
+        A layer that Unsloth compiled runs without gradients in the forward and with gradients in the recompute, as it
+        does under a reentrant checkpoint. The layer is compiled once without and once with gradients. The two compiled
+        versions may round differently, so each graph has to capture the right version.
         """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
@@ -237,7 +251,11 @@ class GraphedLayer:
         return alias, result
 
     def first_of(self, result: Any, task: Task) -> Tensor:
-        """Return the first result of the layer, and remember the others."""
+        """Return the first result of the layer, and keep the other results in ``others``.
+
+        Raises:
+            Refusal: another result is not None, or the first result is not a tensor with the shape and dtype of x.
+        """
         others = None
         if type(result) is tuple and result and all(other is None for other in result[1:]):
             result, others = result[0], result[1:]
@@ -247,10 +265,14 @@ class GraphedLayer:
         return result
 
     def backward_of(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the gradient of x, and the gradients of the parameters as one flat tensor per dtype.
+        """Compute the gradients of x and of the layer's parameters from the gradient of y.
 
-        The gradient of x is None if x requires no gradient. The first call sets ``parameters`` to the parameters that receive a
-        gradient. Autocast is off, as it is in the thread in which autograd runs an eager backward.
+        The first call sets ``parameters`` to the parameters that receive a gradient. Autocast is off, because it is
+        also off in the thread in which autograd runs an eager backward.
+
+        Returns:
+            The gradient of x, or None if x requires no gradient. Then the gradients of the parameters: one flat tensor
+                for each dtype, with all gradients of this dtype.
         """
         used = list(range(len(self.aliases))) if self.parameters is None else self.used
         inputs = [*([x] if x.requires_grad else []), *[self.aliases[index] for index in used]]
@@ -266,7 +288,10 @@ class GraphedLayer:
         return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]
 
     def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
-        """Run forward and backward once. Return the leaves outside the layer that receive a gradient."""
+        """Run the layer's forward and backward once.
+
+        Return the leaf tensors that require a gradient but are neither x nor parameters of the layer.
+        """
         alias, y = self.forward_of(task, x)
         if task.is_compiled:
             alias, y = self.forward_of(task, x, recompute=True)
@@ -276,13 +301,16 @@ class GraphedLayer:
         return strange
 
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
-        """Run the layer on the capture stream, so that first-use allocations and compilations stay out of the graphs.
+        """Run the layer before its capture, so that allocations and compilations at first use stay out of the graphs.
 
-        If the first run synchronizes with the GPU, the layer runs a second time, because some code
-        synchronizes only at its first use.
+        If the first run synchronizes with the GPU, the layer runs a second time, because some code synchronizes only at
+        its first use.
+
+        Args:
+            host_random: returns whether the layer has drawn random numbers on the host.
 
         Raises:
-            Refusal: the run did something that a replay cannot repeat.
+            Refusal: the layer does something that a replay cannot repeat.
         """
         modules = list(task.layer.modules())
         own = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
@@ -307,7 +335,7 @@ class GraphedLayer:
             raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside the layer has a gradient")
         try:
             changed = attributes != [vars(module) for module in modules] or not task.fingerprint.holds()
-        except RuntimeError:  # raised where two different tensors were compared
+        except RuntimeError:  # == raises this error if an attribute now holds a different tensor
             changed = True
         if changed or versions() != before:
             for module, found in zip(modules, attributes, strict=True):
@@ -326,7 +354,10 @@ class GraphedLayer:
             slot.load(tensor)
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        """Replay the forward and return a copy of the layer's first result. The caller has to hold the pool's lock."""
+        """Replay the forward graph and return a copy of the layer's first result.
+
+        The caller must hold the pool's lock.
+        """
         self.x.copy_(x)
         self.load(tensors)
         self.first.replay()
@@ -335,12 +366,14 @@ class GraphedLayer:
         return self.y.clone()
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
-        """Replay recompute and backward, and return the gradients of x and of ``parameters``.
+        """Replay the second graph (recompute and backward). Return the gradients of x and of ``parameters``.
 
-        The caller has to hold the pool's lock.
+        The caller must hold the pool's lock.
 
         Args:
-            random_state: the generator's state before the forward, or None if the layer draws no random numbers.
+            random_state: the state of the GPU's random generator before the forward, or None if the layer draws no
+                random numbers.
+            gradient: the gradient of the layer's first result.
         """
         generator = self.pool.generator
         torch._foreach_copy_([self.x, self.gradient], [x, gradient])
@@ -355,7 +388,7 @@ class GraphedLayer:
         count(self.hits_of_backward)
         cache.hits += len(self.pins) - self.reads
         found: list[Any] = [None] * len(self.parameters)
-        # autograd is bypassed, because it would mark the gradients as views. ``detach_()`` raises an error for a view.
+        # Autograd is bypassed. It would mark the gradients as views, and ``detach_()`` raises an error for a view.
         with torch._C._AutoDispatchBelowAutograd():
             for dtype, flat, shapes in zip(self.dtypes, self.flat, self.shapes, strict=True):
                 parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes))
@@ -363,7 +396,11 @@ class GraphedLayer:
         return [None if self.dx is None else self.dx.clone(), *found]
 
     def is_in_place(self) -> bool:
-        """Return whether every tensor that the graphs read still has the address that it had at the capture."""
+        """Return whether a replay would still read the right memory.
+
+        The layer's tensors must be at the addresses that they had at the capture. The cached weights that the graphs
+        read must still be valid.
+        """
         return (
             self.alive
             and self.fingerprint.is_in_place()
@@ -377,9 +414,9 @@ class GraphedLayer:
 
 
 class Launches:
-    """A snapshot of all hit counters, which count kernel launches.
+    """A snapshot of all hit counters. A hit counter counts the launches of a kernel.
 
-    ``since`` returns each counter with the number of launches since the snapshot.
+    ``since`` returns the counters that changed after the snapshot, each with its number of new launches.
     """
 
     def __init__(self) -> None:
@@ -390,6 +427,6 @@ class Launches:
 
 
 def count(hits: list[tuple[HitCounter, int]]) -> None:
-    """Add the launches of one replay to the hit counters."""
+    """Add the kernel launches of one replay to the hit counters, because a replay does not run the code that counts."""
     for counter, number in hits:
         counter.hits += number

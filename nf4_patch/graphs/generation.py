@@ -1,4 +1,4 @@
-"""Capture a decoder layer of a model that generates with transformers' StaticCache, as one CUDA graph."""
+"""Capture a decoder layer as one CUDA graph, for a model that generates with transformers' StaticCache."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from .pool import Pool, Refusal, host_generators, repaired, requested, unowned
 
 
 def tensors_of(static_layer: Any) -> list[Tensor]:
-    """Return the tensors of a layer of a StaticCache: keys and values, and in newer releases the number of tokens."""
+    """Return the tensors that a StaticCache holds for one decoder layer.
+
+    These are the keys and the values, and in newer releases of transformers also the number of tokens.
+    """
     return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
 
 
 class GraphedForward(GraphedLayer):
-    """The graph of a layer that generates: a forward without gradients, which writes one layer of a StaticCache.
+    """The CUDA graph of a decoder layer in generation.
 
-    The StaticCache is part of the key. So another one, as transformers makes for each ``generate``, has graphs of its own.
+    The graph runs the layer's forward without gradients, and writes the layer's keys and values into a StaticCache. The
+    StaticCache is part of the graph's key. So a new StaticCache, which transformers makes for each ``generate``, needs
+    new graphs.
     """
 
     differentiable = False
@@ -55,9 +60,10 @@ class GraphedForward(GraphedLayer):
             return self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
 
     def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
-        """Run the forward once. Note which layers of the static cache it wrote, and take back the number of tokens.
+        """Run the forward once for the warm-up. Note in ``written`` which layers of the static cache the forward wrote.
 
-        The keys and values stay, because the first replay writes the same ones to the same place.
+        Afterwards the static cache gets its old number of tokens back. The new keys and values stay in the static
+        cache, because the first replay writes the same keys and values to the same place.
         """
         attributes = [{**vars(layer)} for layer in task.static_cache.layers]
         layers = [tensors_of(layer) for layer in task.static_cache.layers]

@@ -1,4 +1,7 @@
-"""Run decoder layers as CUDA graphs: decide which calls replay a graph, and connect the replays of a training to autograd."""
+"""Run decoder layers as CUDA graphs.
+
+This module decides which calls of a layer replay a graph. In training, it connects the replays to autograd.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ from .option import GraphsStatus
 from .pool import Pool, Refusal
 
 SIGHTINGS = 2  # eager calls before the first capture
-SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
-REPLACING = 64  # eager calls before the graphs of another shape are replaced
-# FOR_GOOD: after a refusal for one of these reasons, the layer is not captured for the same shape again. After a refusal for
-# another reason, the capture is tried again later.
+# At most SHAPES input shapes have graphs. For at most SEEN other input shapes, the calls are counted.
+SHAPES, SEEN = 16, 1024
+REPLACING = 64  # number of eager calls of a shape before its graphs replace those of another shape
+# FOR_GOOD: a layer that was refused for one of these Reasons is never captured for the same shape again.
+# A layer that was refused for another Reason is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -43,27 +47,31 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
-# HARMLESS_HOOKS: names of Python modules that define hooks which a replay may skip. transformers' hooks only collect
-# outputs, and a call for which they collect any runs eagerly. bitsandbytes' hooks only open and close the cache of
-# torch.nn.utils.parametrize.
+# HARMLESS_HOOKS: Python modules whose hooks a replay may skip.
+# transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
+# bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
 HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
 @dataclass
 class Shape:
-    """The graphs of all layers for one key: one layout of arguments, and one setting of autocast and PyTorch's modes."""
+    """The CUDA graphs of all layers for one key.
+
+    A key describes a kind of call: the layout of the arguments, the settings of autocast and of PyTorch's modes, and
+    the StaticCache if the model generates.
+    """
 
     graphs: weakref.WeakKeyDictionary[nn.Module, GraphedLayer | Refusal] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
-    # for each layer, the number of eager calls that the latest ``postpone`` demanded
+    # for each layer: how many eager calls the latest ``postpone`` demanded
     waits: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
-    # a layer whose capture found no memory; until the layer is freed, no layer is captured for this shape
+    # The layer whose capture ran out of memory. Until this layer is freed, no layer is captured for this shape.
     out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(default_factory=weakref.WeakKeyDictionary)
     used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
-    began: int = 0  # value of ``Graphs.clock`` when the count of ``calls`` began
+    began: int = 0  # value of ``Graphs.clock`` when the counting of ``calls`` began
 
     def of(self, layer: nn.Module) -> GraphedLayer | Refusal | None:
         refusals = list(self.out_of_memory.values())
@@ -81,27 +89,31 @@ class Shape:
 
 
 def is_alive(key: Any, shape: Shape) -> bool:
-    """Return whether the model and the static cache of a shape exist. The last part of a key refers weakly to the cache."""
+    """Return whether the model and the StaticCache of a shape still exist.
+
+    The last part of a key is a weak reference to the StaticCache, or None in training.
+    """
     return bool(shape.graphs) and (key[-1] is None or key[-1]() is not None)
 
 
 class Graphs:
     """All CUDA graphs of the process.
 
-    ``drop`` and ``forget`` may be called at any time. After a ``drop`` between a forward and its backward, the backward recomputes eagerly.
+    ``drop`` and ``forget`` may be called at any time. If the graphs are dropped between a forward and its backward, the
+    backward recomputes the layer eagerly.
     """
 
     def __init__(self) -> None:
         self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs, by key
-        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, most recently used last
-        # the pool of each device; the graphs keep their pool alive
+        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, the latest used last
+        # The pool of each device. The references are weak, because the graphs keep their pool alive.
         self.pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()  # held during a capture
         self.clock = 0  # number of calls so far
         self.replays = 0
 
     def drop(self) -> None:
-        """Reset every graph and return its memory to the driver."""
+        """Reset every graph and return the graphs' memory to the driver."""
         with self.lock:
             shapes, self.shapes = self.shapes, OrderedDict()
             pools = list(self.pools.values())
@@ -115,7 +127,7 @@ class Graphs:
             torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        """Drop every graph, and everything that is known about shapes without graphs."""
+        """Drop every graph, and forget how often shapes without graphs were called."""
         self.drop()
         self.seen.clear()
 
@@ -132,20 +144,20 @@ class Graphs:
         return shape
 
     def calls_before_capture(self, shape: Shape) -> int:
-        """Return how many calls of a layer run eagerly before its capture.
+        """Return how many calls of a layer with this shape run eagerly before the layer is captured.
 
-        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls. The
-        number is largest if the capture replaces the graphs of another shape.
+        A capture costs as much as a few eager calls. So the number grows with the number of other shapes that have
+        graphs. The number is largest (REPLACING) if the capture would replace the graphs of another shape.
         """
         others = sum(1 for key, other in list(self.shapes.items()) if is_alive(key, other) and other is not shape)
         return SIGHTINGS + others if others < SHAPES else REPLACING
 
     def is_due(self, shape: Shape, layer: nn.Module) -> bool:
-        """Count an eager call of the layer, and return whether the layer has to be captured now.
+        """Count an eager call of the layer. Return whether the layer has to be captured now.
 
-        If the capture would replace the graphs of another shape, only calls since the last use of the other shape
-        count. Without this rule, if sequences have many lengths, layers would be captured every few steps, and each
-        graph would be replayed too rarely to make up for its capture.
+        If the capture would replace the graphs of another shape, the count starts again whenever the other shape is
+        used. Otherwise, if sequences have many lengths, layers would be captured every few steps. Each graph would then
+        be replayed too rarely to make up for its capture.
         """
         limit = self.calls_before_capture(shape)
         oldest = next(iter(list(self.shapes.values())), None)  # another thread may drop all of them
@@ -158,26 +170,28 @@ class Graphs:
     def postpone(self, shape: Shape, layer: nn.Module) -> None:
         """Drop the layer's graphs of this shape, and run the layer eagerly for a number of calls.
 
-        The layer has changed since its capture, or cannot be captured at present. The number of eager calls doubles
-        each time, because the layer may go on changing at every step.
+        This method is called if the layer has changed since its capture, or cannot be captured at present. The number
+        of eager calls doubles each time, because the layer may go on changing at every step.
         """
         wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
         shape.calls[layer] = self.calls_before_capture(shape) - wait
         del shape.graphs[layer]
 
     def make_room(self, key: Any) -> None:
-        """Before the first capture of a shape, reset the least recently used shape if too many shapes have graphs."""
+        """Prepare the first capture for a key: move its Shape from ``seen`` to ``shapes``.
+
+        If too many shapes have graphs, reset the shape that has not been used for the longest time.
+        """
         if key in self.shapes:
             return
-        shape = self.seen.pop(key, Shape())  # another thread may call ``forget`` at any time
+        shape = self.seen.pop(key, Shape())  # a new Shape if another thread has just called ``forget``
         for other in [other for other, shape in self.shapes.items() if not is_alive(other, shape)]:
             self.shapes.pop(other).reset()
         while len(self.shapes) >= SHAPES:
             self.shapes.popitem(last=False)[1].reset()
         self.shapes[key] = shape
-        if (
-            key[-1] is None
-        ):  # PyTorch keeps the memory of eager calls, and the graphs' pool cannot use it before it is freed
+        if key[-1] is None:
+            # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
             torch.cuda.empty_cache()
 
     def snapshot(self, mode: str) -> GraphsStatus:
@@ -202,7 +216,7 @@ switch.follow(follow)
 
 
 class Call:
-    """A call of a graphed layer: what its forward passes on to its backward."""
+    """One call of a layer that has graphs. It holds the data that the forward passes on to the backward."""
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
@@ -211,9 +225,9 @@ class Call:
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """Return the gradients of x and of the graph's parameters.
+        """Return the gradients of x and of the graph's parameters, given the gradient of the layer's result.
 
-        Recompute the layer eagerly if the graph of the recompute and the backward cannot be replayed.
+        Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, pool = self.graph, self.graph.pool
         if not torch.is_grad_enabled() and stream_of(pool.device) == pool.replay_stream:
@@ -223,9 +237,12 @@ class Call:
         return self.recomputed(x, gradient)
 
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """Recompute the layer eagerly and return its gradients. Under ``create_graph`` the gradients are differentiable."""
+        """Recompute the layer eagerly. Return the gradients of x and of the graph's parameters.
+
+        Under ``create_graph`` these gradients are differentiable.
+        """
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
-        # The layer gets aliases, because hooks on the gradients of the parameters themselves would run twice.
+        # The layer reads aliases. If it read the parameters, hooks on the parameters' gradients would run twice.
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
         after = generator.get_state()
@@ -244,12 +261,15 @@ class Call:
 
 
 class Replay(context.PlainFunction):
-    """Replay a layer's forward graph. The parameters are inputs, so that autograd accumulates their gradients."""
+    """The autograd function that replays a layer's graphs, in its forward and in its backward.
+
+    The parameters are inputs of the function, so that autograd accumulates their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x)  # so that hooks on saved tensors (activation offloading) apply to x
+        ctx.save_for_backward(x)  # hooks on saved tensors, such as activation offloading, then apply to x
         graph = call.graph
         with graph.pool.lock:
             return graph.forward(x, call.tensors)
@@ -283,7 +303,7 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor]) -> Any:
 
 
 def is_compiled(layer: Any, static_cache: Any) -> bool:
-    """Return whether the layer trains as one compiled function of Unsloth's, under a reentrant checkpoint."""
+    """Return whether the layer trains as one function that Unsloth compiled, under a reentrant checkpoint."""
     return (
         "unsloth" in sys.modules
         and static_cache is None
@@ -292,10 +312,13 @@ def is_compiled(layer: Any, static_cache: Any) -> bool:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
-    """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
+    """Return the keyword arguments that the layer passes to PyTorch's checkpoint.
 
-    With ``use_gradient_checkpointing=True`` Unsloth calls PyTorch's checkpoint too. With "unsloth" it calls its own checkpoint,
-    which moves x to host memory. A replay would keep x on the GPU.
+    Return an empty dict if a replay cannot replace the layer's checkpoint function.
+
+    With ``use_gradient_checkpointing=True``, Unsloth calls PyTorch's checkpoint, which a replay can replace. With
+    "unsloth", Unsloth calls its own checkpoint, which moves x to host memory. A replay cannot replace that one, because
+    the replay would keep x on the GPU.
     """
     function = partial(function) if function is checkpoint else function
     if type(function) is not partial or function.func is not checkpoint:
@@ -305,22 +328,25 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> Any:
-    """Return the StaticCache of a call that generates, or None."""
+    """Return the StaticCache that this call of a layer writes. Return None if the call trains or has another cache."""
     static_cache = arguments.get("past_key_values")
     if static_cache is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
         return None
     caches: Any = sys.modules["transformers.cache_utils"]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return None
-    kind = getattr(
-        caches, "StaticLayer", None
-    )  # transformers >= 4.54; the classes derived from it keep state on the host
+    # StaticLayer exists since transformers 4.54. Its subclasses are not supported, because they keep state on the host.
+    kind = getattr(caches, "StaticLayer", None)
     layers = getattr(static_cache, "layers", (None,))
     return static_cache if all(type(each) is kind for each in layers) else None
 
 
 def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None:
-    """Return the Reason why a call of a decoder layer has to run eagerly, or None."""
+    """Return the Reason why this call of a decoder layer has to run eagerly, or None if a graph may replace it.
+
+    Args:
+        generates: whether the call writes a StaticCache.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if not generates:
         if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
@@ -331,7 +357,8 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         return Reason.GRAPH_ARGUMENTS
     if not runtime.runs_on(args[0]):
         return Reason.NOT_CUDA
-    if not args[0].requires_grad and options["use_reentrant"]:  # a reentrant checkpoint then returns no gradients
+    # A reentrant checkpoint gives no gradients if its input requires none.
+    if not args[0].requires_grad and options["use_reentrant"]:
         return Reason.GRAPH_ARGUMENTS
     if context.modes_active() or context.function_mode_active():
         return Reason.DISPATCH_MODE
@@ -349,7 +376,7 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
 
 
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
-    """Return whether a call of the layer runs code that a replay would skip: hooks, wrappers or compiled modules."""
+    """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
     if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
@@ -365,7 +392,11 @@ def is_sharded(fingerprint: Fingerprint) -> bool:
 
 
 def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
-    """Capture the layer for a key, or return a Refusal that says why it cannot be captured."""
+    """Capture the layer for a key. Return its graphs, or a Refusal that says why the layer cannot be captured.
+
+    Args:
+        task_of: makes the Task of the capture from the layer's fingerprint.
+    """
     fingerprint = Fingerprint(layer)
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
@@ -393,7 +424,10 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
 
 
 def graphed(target: Target, original: Function) -> Function:
-    """Return the replacement of ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
+    """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``.
+
+    The replacement runs a decoder layer as CUDA graphs where it can. Otherwise the original runs.
+    """
     fallbacks = Fallbacks(target.name)
 
     def refused(refusal: Refusal) -> Reason:
@@ -413,7 +447,7 @@ def graphed(target: Target, original: Function) -> Function:
             options = tuple(switch.config.options.items())  # type: ignore[union-attr]
             plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
             layouts = signature(args, tensors), signature(plain, tensors)
-            # TRL makes the embeddings require a gradient, also where a model generates
+            # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
             mode = x.requires_grad and static_cache is None, is_compiled(self, static_cache)
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
@@ -428,10 +462,10 @@ def graphed(target: Target, original: Function) -> Function:
                 return Reason.GRAPH_NEW_SHAPE
             try:
                 graph = captured(self, key, lambda f: task_of(self, args, plain, tensors, environment, f, static_cache))
-            except Exception as error:  # recorded, so that later calls do not try the capture again
+            except Exception as error:  # the error is recorded, so that later calls do not try again
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
-            shape = graphs.shape_of(key)  # a new Shape if the capture dropped all graphs
+            shape = graphs.shape_of(key)  # this is a new Shape if the capture dropped all graphs
             if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
                 shape.out_of_memory[self] = graph
             shape.graphs[self] = graph
@@ -458,7 +492,8 @@ def graphed(target: Target, original: Function) -> Function:
                 result = original(self, *positional, **{**keywords, "past_key_values": given})
             else:
                 result = through(self, given, positional, keywords)
-            if flattened(arguments) != before:  # as in Gemma 4, where later layers read what earlier layers wrote
+            # In Gemma 4, for example, layers write into a dict that later layers read.
+            if flattened(arguments) != before:
                 raise Refusal(Reason.GRAPH_STATE, "a call writes into a list or dict among its arguments")
             return result
 
@@ -466,7 +501,7 @@ def graphed(target: Target, original: Function) -> Function:
         return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call the layer as transformers does, but with ``function`` in place of the checkpoint function."""
+        """Call the layer as transformers does, but with ``function`` as the layer's checkpoint function."""
         before = self._gradient_checkpointing_func
         try:
             self._gradient_checkpointing_func = function

@@ -1,4 +1,7 @@
-"""``graphs="auto"``: decoder layers run as CUDA graphs, in training with gradient checkpointing and in generation."""
+"""The option ``graphs="auto"``, which runs decoder layers as CUDA graphs.
+
+The option applies to training with gradient checkpointing, and to generation with a static cache.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ..patching.target import Target
 
 @dataclass(frozen=True)
 class GraphsStatus:
-    """CUDA graphs of this process, as ``status().graphs`` shows them."""
+    """The numbers of CUDA graphs and replays in this process. ``status().graphs`` returns a GraphsStatus."""
 
     mode: str = "off"
     layers: int = 0  # layers that have graphs

@@ -1,4 +1,7 @@
-"""What all captures on a GPU share: memory, streams, and the state that a capture must not change."""
+"""Memory and streams that all captures on a GPU share.
+
+The module also contains the context managers that protect the state of the process during a capture.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from ..nf4.runtime import is_out_of_memory
 from ..patching.reasons import Reason
 from .arguments import Slot
 
-SYNCHRONIZES = "called a synchronizing CUDA operation"  # part of PyTorch's warning in sync debug mode
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in sync debug mode contains this text
 
 
 class Refusal(Exception):
-    """The layer cannot be captured. ``reason`` says why, ``detail`` says what was found."""
+    """Says that a layer cannot be captured. ``reason`` is the Reason, ``detail`` is what was found in the layer."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(detail)
@@ -32,7 +35,10 @@ class Refusal(Exception):
 
 
 class PoolMemory:
-    """Describe the memory of a tensor in ``__cuda_array_interface__``. PyTorch makes tensors from it that do not own the memory."""
+    """The address and the size of a tensor's memory, as ``__cuda_array_interface__``.
+
+    PyTorch can make a second tensor from this object. The second tensor uses the memory, but does not own it.
+    """
 
     def __init__(self, tensor: Tensor):
         self.__cuda_array_interface__ = {
@@ -42,7 +48,10 @@ class PoolMemory:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
+    """Return an alias of ``tensor`` that does not keep the memory of ``tensor`` allocated.
+
+    So the graphs of other layers can reuse this memory.
+    """
     storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
@@ -50,7 +59,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a GPU.
+    """Return the stream on which all captures on this GPU run.
 
     The captures share one stream, because cuBLAS allocates a workspace for each stream (32 MiB on Hopper).
     """
@@ -58,11 +67,11 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 class Pool:
-    """Memory, capture stream and replay stream that all graphs of a GPU share."""
+    """The memory, the capture stream and the replay stream that all graphs of one GPU share."""
 
     def __init__(self, device: int):
         self.device = device
-        self.lock = threading.RLock()  # held from the copy of the inputs to the copy of the results
+        self.lock = threading.RLock()  # a replay holds it from the copy of its inputs to the copy of its results
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
         self.replay_stream = torch.cuda.current_stream(device).cuda_stream
         self.broken = False  # True after a capture failed
@@ -72,19 +81,19 @@ class Pool:
         self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
             # capture_begin allocates the generator's state. If this allocation fails, PyTorch 2.11 aborts the process.
-            # So a tensor is allocated first: if there is no memory, it raises an OutOfMemoryError.
+            # This tensor is allocated first, so that a lack of memory raises an OutOfMemoryError instead.
             something = torch.empty(2**10, device=device)
             with self.capturing(self.keeper):
                 something.zero_()
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture the work that the ``with`` block launches on the current stream."""
+        """Record the GPU work that the ``with`` block launches on the current stream as the CUDA graph ``graph``."""
         graph.capture_begin(self.handle, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            # the error of capture_end only says that the capture is invalid; the error that made it invalid is raised
+            # capture_end raises an error that only says that the capture is invalid. The original error says why.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
@@ -93,8 +102,9 @@ class Pool:
     def repair(self) -> None:
         """Repair PyTorch's state after a failed capture, and mark the pool as broken.
 
-        After the failure, PyTorch still allocates from the pool, and PyTorch's generator is still in capture mode. The
-        repair replaces the generator's state. Earlier graphs read the old state, so the caller has to drop all graphs.
+        After the failure, PyTorch still allocates from the pool, and PyTorch's random generator is still in capture
+        mode. The repair ends these allocations and gives the generator a new state. Earlier graphs read the generator's
+        old state, so the caller has to drop all graphs.
         """
         self.broken = True
         with contextlib.suppress(RuntimeError):
@@ -103,7 +113,7 @@ class Pool:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Serve this thread's allocations from the pool inside the ``with`` block."""
+        """Inside the ``with`` block, allocate this thread's tensors from the pool. Before PyTorch 2.8, do nothing."""
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # PyTorch >= 2.8
         if begin is None:
             yield
@@ -118,7 +128,12 @@ class Pool:
 
 @contextlib.contextmanager
 def repaired(pool: Pool) -> Iterator[None]:
-    """Repair the pool after an error inside the ``with`` block, and say what the error means for the layer."""
+    """If the ``with`` block raises an error, repair the pool and raise an error that the caller understands.
+
+    Raises:
+        Refusal: the capture failed, so the layer cannot be captured.
+        torch.cuda.OutOfMemoryError: the GPU has no memory for the graphs.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -137,7 +152,10 @@ def requested(device: int) -> int:
 
 @contextlib.contextmanager
 def quiet_garbage() -> Iterator[None]:
-    """Disable garbage collection inside the ``with`` block. A collection could destroy another graph in the middle of a capture."""
+    """Disable garbage collection inside the ``with`` block.
+
+    A collection in the middle of a capture could destroy another graph.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -149,14 +167,14 @@ def quiet_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronizations() -> Iterator[list[str]]:
-    """Collect the source lines that synchronize with the GPU inside the ``with`` block. A capture does not allow them.
+    """Yield a list. When the ``with`` block ends, the list gets the source lines that synchronized with the GPU.
 
-    The list is filled when the block ends.
+    Such lines cannot be captured.
     """
     before, found = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # not "error", because another thread may synchronize at the same time
+        torch.cuda.set_sync_debug_mode("warn")  # "error" would also hit other threads that synchronize now
         try:
             yield found
         finally:
@@ -166,7 +184,7 @@ def synchronizations() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_generators() -> Iterator[Callable[[], bool]]:
-    """Restore the random generators of Python, PyTorch's CPU and NumPy after the ``with`` block.
+    """Restore the random generators of the host after the ``with`` block: Python's, NumPy's and PyTorch's for the CPU.
 
     Yield a function that returns whether one of these generators was used inside the block.
     """

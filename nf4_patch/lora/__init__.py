@@ -1,1 +1,1 @@
-"""peft's LoRA on 4-bit linear layers in one function, with ``enable(lora="fused")``."""
+"""Run peft's LoRA on 4-bit linear layers as one autograd function, with ``enable(lora="fused")``."""

@@ -1,9 +1,12 @@
-"""One autograd function that computes LoRA's product, and the gradients of the whole layer.
+"""One autograd function for a 4-bit linear layer with LoRA.
 
-After the function returns, the caller adds the base product (x times the base weight) in place, without autograd. So
-autograd saves no tensor for the base product, which is the most expensive one. A checkpoint's recompute stops as soon
-as the last saved tensor exists. So it skips the base product of the last layer in the checkpoint. The backward adds the
-base weight's part and LoRA's part of the gradient of x itself, so that autograd does not have to add two tensors.
+The forward of the function computes only LoRA's product. When the function has returned, the caller adds the base
+product (x times the base weight) in place, without autograd. So autograd saves no tensor for the base product, which is
+the most expensive part of the layer. A checkpoint's recompute stops at the last saved tensor. So it skips the base
+product of the last layer in the checkpoint.
+
+The backward of the function computes all gradients of the layer. The gradient of x is the sum of a part from the base
+weight and a part from LoRA. The function adds the two parts itself, so that autograd does not have to add two tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from .launch import correlate, expand, project
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
-    """Return scale * (a @ b), rounded once. If ``added_to`` is given, add to it in place and return it."""
+    """Return scale * (a @ b), rounded once.
+
+    If ``added_to`` is given, add the product to this tensor in place, and return this tensor.
+    """
     if added_to is None:
         return a @ b if scale == 1 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
     if added_to.dtype is a.dtype:
@@ -35,21 +41,28 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Factors:
-    """LoRA's factors A [rank, in] and B [out, rank], and the products with them, computed in the factors' dtype."""
+    """LoRA's factors A [rank, in] and B [out, rank]. The methods multiply by A and B in the dtype of the factors."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float):
         self.a, self.b, self.scale = a, b, scale
 
     def inner(self, z: Tensor) -> Tensor:
-        """Return z @ A.T, [rows, rank], for z [rows, in]."""
+        """Return z @ A.T, [rows, rank], which is the inner of LoRA's two products. z is LoRA's input, [rows, in]."""
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """Return y + scale * inner @ B.T, [rows, out]. The sum may be written into y, which is then returned."""
+        """Return y + scale * inner @ B.T, [rows, out].
+
+        The method may write the sum into y and return y.
+        """
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """Return scale * gradient @ B, [rows, rank], for gradient [rows, out]: the gradient with respect to ``inner``."""
+        """Return scale * gradient @ B, [rows, rank], which is the gradient with respect to ``inner``.
+
+        Args:
+            gradient: the gradient of the layer's result, [rows, out].
+        """
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
@@ -63,10 +76,10 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """LoRA factors in fp32. Tensor cores multiply them by bf16 matrices at fp32 precision.
+    """LoRA's factors in fp32. The methods multiply bf16 matrices by them on tensor cores, at fp32 precision.
 
-    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` does not apply the scale. ``gradient_of_a`` and
-    ``gradient_of_z`` receive its result and apply the scale.
+    ``inner`` and ``inner_gradient`` return fp32. In this class ``inner_gradient`` does not apply the scale. Instead
+    ``gradient_of_a`` and ``gradient_of_z``, which receive its result, apply the scale.
     """
 
     def inner(self, z: Tensor) -> Tensor:
@@ -88,13 +101,14 @@ class WideFactors(Factors):
         return expand(inner_gradient, self.a, True, self.scale, added_to)
 
 
-Adapter = tuple[type[Factors], float, bool]  # the class to multiply with, the scale, and whether LoRA's input z is x
+Adapter = tuple[type[Factors], float, bool]  # Factors or WideFactors, the scale, and whether LoRA's input z is x
 
 
 class LoraProduct(PlainFunction):
-    """Compute y plus the sum of scale * z @ A.T @ B.T over the adapters, [rows, out].
+    """Compute y plus LoRA's product scale * z @ A.T @ B.T of each adapter, [rows, out].
 
-    The caller adds the base product x @ dense().T to the result. The backward returns the gradients of this whole sum.
+    The caller then adds the base product x @ dense().T. The backward returns the gradients of the whole sum, which
+    includes the base product.
     """
 
     @staticmethod
@@ -106,13 +120,16 @@ class LoraProduct(PlainFunction):
         adapters: list[Adapter],
         *tensors: Any,
     ) -> Tensor:
-        """
+        """Return y plus LoRA's product of each adapter.
+
         Args:
-            x: [rows, in], in the dtype of the layer's product.
-            y: what is added to the product, in the dtype of x: None, a bias [out], or a tensor [rows, out]. A tensor
-                [rows, out] may be overwritten with the sum, so it is allowed only if nothing needs a gradient.
+            x: the layer's input, [rows, in], in the dtype of the base product.
+            y: the tensor to which LoRA's products are added: None, a bias [out], or a tensor [rows, out]. A tensor
+                [rows, out] may be overwritten with the sum, so it is allowed only if nothing requires a gradient.
             dense: returns the base weight [out, in] in the dtype of x. The weight is only read.
-            tensors: three for each adapter. z: LoRA's input [rows, in], or None if it is x. A: [rank, in]. B: [out, rank].
+            adapters: for each adapter, the class to multiply with, the scale, and whether z is x.
+            tensors: z, A and B of each adapter. z is LoRA's input [rows, in], or None if LoRA's input is x. A is [rank,
+                in] and B is [out, rank].
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()
@@ -135,8 +152,8 @@ class LoraProduct(PlainFunction):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
-            saved = ctx.saved_tensors  # accessed only once, because a checkpoint returns each saved tensor only once
-            traced = is_compiling()  # compiled autograd can trace PyTorch's products, but not our kernels
+            saved = ctx.saved_tensors  # read only once, because a checkpoint returns each saved tensor only once
+            traced = is_compiling()  # compiled autograd traces PyTorch's products, but cannot trace our kernels
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
@@ -154,6 +171,7 @@ class LoraProduct(PlainFunction):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            if of_x:  # the base weight's part is added last, so that this larger part is rounded only once
+            # The base weight's part of the gradient is larger, so it is added last and rounded only once.
+            if of_x:
                 x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

@@ -1,12 +1,17 @@
-"""Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, with the precision of fp32.
+"""Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, at fp32 precision.
 
-An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the product of two bf16 numbers is exact in
-fp32. Tensor cores add with fewer bits than fp32. So the tensor cores add only the products of one tile, and begin with
-those of the smallest of the three bf16 numbers. The tiles are added in fp32.
+Tensor cores multiply bf16 numbers. So a kernel splits each fp32 number (24 bits of mantissa) into three bf16 numbers,
+which add up to the fp32 number. The product of two bf16 numbers is exact in fp32. But tensor cores add less precisely
+than fp32. So they add only the products of one tile, and begin with the products of the smallest of the three bf16
+numbers. The sums of the tiles are added in fp32.
 
-An argument means the same in every kernel that has it. x, addend and out are bf16 [rows, width]. inner is fp32 [rows,
-rank]. factor is fp32, [rank, width] if WIDE, else [width, rank]. All tensors are contiguous, and width is a multiple of
-16. A program computes ROWS rows, COLUMNS columns and RANK ranks at a time. reference.py defines the results.
+These arguments mean the same in every kernel:
+    x, addend, out: bf16 [rows, width].
+    inner: fp32 [rows, rank].
+    factor: fp32 [rank, width] if WIDE, otherwise fp32 [width, rank].
+    ROWS, COLUMNS, RANK: how many rows, columns and ranks a program computes at a time.
+
+All tensors are contiguous, and width is a multiple of 16. reference.py defines the results.
 """
 
 import triton
@@ -15,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """Round fp32 x to the precision of bf16, to nearest even, and return fp32.
+    """Round fp32 x to the nearest bf16 number (to even in a tie), and return this number as fp32.
 
     The rounding uses integer operations, because a cast to bf16 truncates in Triton's interpreter.
     """
@@ -26,7 +31,7 @@ def rounded(x):
 
 @triton.jit
 def split(x):
-    """Return three bf16 numbers, high, middle and low, whose sum is x."""
+    """Split fp32 x into three bf16 numbers, high, middle and low, whose sum is x."""
     high = rounded(x)
     middle = rounded(x - high)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), rounded(x - high - middle).to(tl.bfloat16)
@@ -41,7 +46,10 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return the index in memory of the factor's element for ``column`` (along the width) and ``r`` (along the rank)."""
+    """Return where the factor stores the element at index ``column`` of the width and index ``r`` of the rank.
+
+    The result counts elements from the start of the factor.
+    """
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:
@@ -54,7 +62,10 @@ def project_kernel(
     x, factor, inner, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute inner[part] = x @ factor for one part of the width, which is steps * COLUMNS columns. The caller adds up the parts."""
+    """Compute x @ factor over one part of the width, and store the partial sums in inner[part].
+
+    A part is steps * COLUMNS columns. The caller adds up the parts.
+    """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * COLUMNS
@@ -74,9 +85,9 @@ def expand_kernel(
     inner, factor, addend, out, scale, rows, width, rank,
     ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = scale * inner @ factor, plus addend if ADD, rounded once.
+    """Compute out = scale * inner @ factor, plus addend if ADD. The result is rounded once, to bf16.
 
-    Partial products below about 2^-16 of the full product are dropped, because the result is rounded to bf16 anyway.
+    Partial products below about 2^-16 of the full product are dropped, because the rounding to bf16 hides them anyway.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -103,7 +114,10 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor[part] = scale * x.T @ inner for one part of the rows, which is steps * ROWS rows. The caller adds up the parts."""
+    """Compute scale * x.T @ inner over one part of the rows, and store the partial sums in factor[part].
+
+    A part is steps * ROWS rows. The caller adds up the parts.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

@@ -1,4 +1,4 @@
-"""Products of a bf16 matrix with narrow fp32 matrices: the launches of kernels.py on PyTorch tensors."""
+"""Functions that multiply a bf16 tensor by narrow fp32 tensors. They launch the kernels of kernels.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if runtime.triton is not None:
     from . import kernels
 
 WIDTH_UNIT = 16  # every width is a multiple of this
-LARGEST_RANK = 64  # maximum number of ranks that one program computes
+LARGEST_RANK = 64  # a program computes at most this many ranks at a time
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
-    """The rows and columns that a program multiplies at a time, and the stages of Triton's software pipeline.
+    """How many rows and columns a program multiplies at a time, and the stages of Triton's software pipeline.
 
-    The values in TILES were chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank 16.
+    The values in TILES were chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank
+    16.
     """
 
     rows: int
@@ -35,10 +36,10 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 
 @functools.cache
 def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
-    """Return a kernel's constexprs in the order of its signature.
+    """Return the values of a kernel's constexpr parameters, in the order of the kernel's signature.
 
     Args:
-        flags: WIDE. For expand_kernel: ADD, then WIDE.
+        flags: the boolean constexprs in this order. For expand_kernel ADD and WIDE, for the other kernels WIDE.
     """
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
@@ -52,7 +53,7 @@ def start(name: str, grid: tuple[int, int, int] | None, rank: int, arguments: tu
 
 @functools.cache
 def compile_kernels(rank: int, device: torch.device) -> None:
-    """Compile every kernel for factors of this rank.
+    """Compile every kernel for LoRA factors of this rank.
 
     Raises:
         KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
@@ -71,7 +72,8 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
     Args:
         z: the adapter's input, [rows, in].
-        factor: A, [rank, in]. B is not passed; it is [out_features, rank].
+        factor: A, [rank, in].
+        out_features: the number of rows of B, which is [out_features, rank].
     """
     if runtime.triton is None or not runtime.runs_on(z) or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False
@@ -85,12 +87,12 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum over ``steps`` tiles into parts (split-K).
+    """Decide how to split a sum over ``steps`` tiles into parts (split-K).
 
     Different programs compute the parts, so that every multiprocessor has work. The caller adds up the parts.
 
     Args:
-        programs: how many programs it takes to compute one part.
+        programs: the number of programs that compute one part.
 
     Returns:
         The number of parts, and the steps per part.
@@ -128,8 +130,8 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tens
 
     Args:
         inner: fp32 [rows, rank].
-        factor: fp32, multiplied as [rank, width]. It is stored like this if ``wide``, otherwise as its transpose [width, rank].
-        addend: bf16 [rows, width].
+        factor: fp32 [rank, width] if ``wide``, otherwise its transpose [width, rank].
+        addend: bf16 [rows, width], or None.
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
     tile = TILES["expand_kernel"]

@@ -1,7 +1,9 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-It decides whether a call runs as one function (function.py), in the two launches of matmul/lora.py (few rows without a gradient,
-with ``enable(matmul="auto")``), or as peft's forward.
+A call runs in one of three ways:
+* as one autograd function (function.py);
+* in two kernel launches (matmul/lora.py), for few rows without a gradient and with ``enable(matmul="auto")``;
+* as peft's own forward.
 """
 
 from __future__ import annotations
@@ -33,25 +35,26 @@ from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import supports
 from .recompute import decisions_of
 
-# FEW_ROWS: up to this many rows, in a call without a gradient, the base layer computes the product with the base weight.
-# bitsandbytes, and enable(matmul="auto"), can multiply few rows straight from the packed weight.
+# FEW_ROWS: up to this many rows, in a call without a gradient, ``run`` lets the base layer compute the base product.
+# The base layer can multiply few rows straight by the packed weight: in bitsandbytes, and with enable(matmul="auto").
 FEW_ROWS = 128
 # Supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 BF16, FP32 = torch.bfloat16, torch.float32
 lora_gate, matmul_gate = switch.gates["lora"], switch.gates["matmul"]
-# Reshape a tensor that nobody else holds, as F.linear does. A view could not be written to after a change of the grad mode.
+# unsafe_view reshapes a tensor that nobody else holds. F.linear also uses it.
+# If ``run`` returned an ordinary view, nobody could write to the view after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
-    """Return A, B, dropout and scaling of each active adapter, or the Reason why peft's forward has to run.
+    """Return [A, B, dropout, scaling] of each active adapter, or the Reason why peft's forward has to run.
 
     Args:
-        hooked: return a Reason if one of the modules has hooks.
+        hooked: whether to look for hooks. If True and a module of an adapter has hooks, the result is a Reason.
     """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
-    modules = layer._modules  # a direct lookup, faster than the module's __getattr__
+    modules = layer._modules  # this lookup is faster than the module's __getattr__
     all_a, found = modules["lora_A"]._modules, []
     names = [name for name in layer.active_adapters if name in all_a]
     if given or not names or layer.disable_adapters or layer.merged:
@@ -65,9 +68,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
             if type(part) not in kinds or (hooked and is_called_otherwise(part)):
                 return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
-        if not {type(a), type(b)} <= PLAIN:  # plain tensors are allowed, because FSDP1 replaces parameters by views
+        # PLAIN contains Tensor as well as Parameter, because FSDP1 replaces parameters by views, which are Tensors.
+        if not {type(a), type(b)} <= PLAIN:
             return Reason.LORA_HOOKED
-        # Two cases are supported: peft multiplies in the dtype of x, or in fp32 and then rounds the result to the dtype of x.
+        # Without autocast, A and B must have the dtype of x, or they must be in fp32 and peft must cast x to fp32.
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
         if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
             return Reason.LORA_DTYPES
@@ -76,10 +80,13 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and ``base`` has a class of bitsandbytes with its own forward.
+    """Return whether nobody has changed the classes of the layer and of its base layer.
+
+    ``layer`` must have peft's own class. ``base`` must have one of bitsandbytes' 4-bit classes, and this class must
+    still have bitsandbytes' forward.
 
     Args:
-        hooked: also require that a call of ``base`` runs no hook.
+        hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
     """
     library = sys.modules["bitsandbytes.nn.modules"]
     return (
@@ -91,15 +98,16 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 
 
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype of the product with the base weight, and the dtype that the weight is decoded to.
+    """Return the dtype of the base product (x times the base weight), and the dtype that the weight is decoded to.
 
-    The product has the dtype of autocast, or of x. The weight is decoded to the layer's compute dtype, as in
-    bitsandbytes' forward. One of the two dtypes may be fp16 and the other bf16, because transformers takes the compute
-    dtype of a model that was saved in 4 bits from the saved files.
+    The base product has the dtype of autocast, or the dtype of x without autocast. The weight is decoded to the layer's
+    compute dtype, as in bitsandbytes' forward. One of the two dtypes may be fp16 and the other bf16: if a model was
+    saved in 4 bits, transformers takes the compute dtype from the saved files.
 
     Returns:
-        The two dtypes, or None in two cases. Either a dtype is not supported. Or, without autocast, exactly one of the two dtypes
-        is fp32: then peft rounds the sum of LoRA and the base product differently than one function would.
+        The two dtypes, or None if a dtype is not supported. Also None if, without autocast, only one of x's dtype and
+            the compute dtype is fp32. In this case peft rounds the sum of LoRA and the base product differently than
+            one function would.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -115,13 +123,13 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 
 
 def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor, float] | Reason:
-    """Return A, B and the scaling of the only adapter, if the fused matmul for few rows can add the adapter's product.
+    """Return A, B and the scaling of the only adapter, for the fused matmul of few rows.
 
-    Otherwise return the Reason why it cannot.
+    If the fused matmul cannot add this adapter's product, return the Reason.
 
     Args:
-        adapters: see ``adapters_of``.
-        dtypes: see ``dtypes_of``.
+        adapters: the result of ``adapters_of``.
+        dtypes: the result of ``dtypes_of``.
     """
     if len(adapters) != 1:
         return Reason.LORA_OPERANDS
@@ -138,9 +146,10 @@ def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tupl
 def run(
     base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
 ) -> Tensor:
-    """Compute the layer's result, [..., out].
+    """Compute the result of a layer with LoRA, [..., out].
 
     Args:
+        base: the base layer, which belongs to bitsandbytes.
         adapters: the result of ``adapters_of``.
         x: the layer's input, [..., in].
         dtype: the dtype of the product with the base weight.
@@ -148,15 +157,15 @@ def run(
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    is_cast = x.dtype is not dtype  # if autocast casts x, peft adds LoRA to the base product in fp32
+    is_cast = x.dtype is not dtype  # True if autocast casts x. Then peft adds LoRA in fp32
     summed = FP32 if is_cast else dtype
     products: list[Adapter] = []
     tensors: list[Any] = []
     for a, b, dropout, scale in adapters:
         dropped = dropout.training and getattr(dropout, "p", 0)
-        wide = not autocast and a.dtype is not dtype  # the factors are in fp32, and so are their products
+        wide = not autocast and a.dtype is not dtype  # True if A, B and the products with them are in fp32
         z = rows
-        if dropped:  # drop out in the dtype that peft uses, because the dropout mask depends on the dtype
+        if dropped:  # dropout runs in the dtype that peft uses, because the dropout mask depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         elif is_cast:
             z = x.reshape(rows.shape)
@@ -164,7 +173,7 @@ def run(
         kind = WideFactors if wide and supports(z, a, out_features) else Factors
         is_x = not (dropped or is_cast)
         products.append((kind, scale, is_x))
-        # If z is x, None is passed for z. If x were passed twice, compiled autograd would have to add a gradient to None.
+        # If z is x, None is passed as z. If x were passed twice, compiled autograd would add a gradient to None.
         tensors += None if is_x else z, a, b
     later, bias = None, base.bias
     if bias is not None:
@@ -181,15 +190,16 @@ def run(
     return result
 
 
-# Dynamo must not compile ``run`` by itself. On a T4, Dynamo skips the frame of a layer that uses bf16, and would then compile the
-# functions that the layer calls.
+# Dynamo must not compile ``run`` apart from the layer that calls it.
+# On a T4, Dynamo skips the frame of a layer that uses bf16, and would then compile the functions that the layer calls.
 context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
     """Make the replacement for ``peft.tuners.lora.bnb.Linear4bit.forward``.
 
-    torch.compile traces peft's forward instead, and Inductor fuses it, except for few rows with ``enable(matmul="auto")``.
+    Under torch.compile, Dynamo traces peft's forward, and Inductor fuses its operations. Only for few rows with
+    ``enable(matmul="auto")``, Dynamo traces a call of our custom op instead.
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedLora(target.name, dequantizer.fallbacks)
@@ -203,7 +213,7 @@ def linear(target: Target, original: Function) -> Function:
             return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, decoded: torch.dtype, dtype: torch.dtype) -> Tensor:
-        traced = context.is_compiling()  # compiled autograd then traces the patched dequantize_4bit below as one op
+        traced = context.is_compiling()  # if True, compiled autograd traces the patched dequantize_4bit as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
@@ -217,7 +227,11 @@ def linear(target: Target, original: Function) -> Function:
             return fused.add(x, weight if weight.dtype is x.dtype else weight._replace(dtype=x.dtype), bias, *adapter)
 
     def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the custom op for a few rows without a gradient, or return the Reason why Dynamo traces peft's forward."""
+        """Decide how a call runs while Dynamo traces.
+
+        For few rows without a gradient, call the custom op and return its result. Otherwise return the Reason why
+        Dynamo has to trace peft's forward.
+        """
         if not matmul_gate.on or torch.is_grad_enabled() or context.is_exporting():
             return Reason.MATMUL_OPERANDS
         if context.function_modes() and context.function_mode_active():
@@ -240,13 +254,13 @@ def linear(target: Target, original: Function) -> Function:
         return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result, or ``run`` and its arguments, or the Reason why peft's forward has to run.
+        """Decide how a call runs. In the recompute of a checkpoint, repeat the decision of the forward.
 
-        A checkpoint's recompute repeats the decision of the forward.
+        Return the result of the layer, or ``run`` with its arguments, or the Reason why peft's forward has to run.
         """
         if not lora_gate.on:
-            # Without lora="fused", our code runs only calls that require no gradient. They save no tensors, so a
-            # recompute may decide differently.
+            # Without lora="fused", our code runs only calls that require no gradient.
+            # Such a call saves no tensors, so its recompute may decide differently.
             return decide(self, x, args, kwargs, False)
         hooks: Any = context.saved_tensors_hooks(True)
         found = decisions_of(hooks[0]) if type(hooks) is tuple else None
@@ -255,16 +269,16 @@ def linear(target: Target, original: Function) -> Function:
         decisions, earlier = found
         if isinstance(earlier, Reason):
             return earlier
-        decisions.append(Reason.INTERNAL_ERROR)  # remains the recorded decision if ``decide`` raises
+        decisions.append(Reason.INTERNAL_ERROR)  # this decision stays recorded if ``decide`` raises an error
         result = decide(self, x, args, kwargs, earlier is True)
         decisions[-1] = result if isinstance(result, Reason) else True
         return result
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
-        """Make the decision for ``prepare``.
+        """Decide how a call runs, as described at ``prepare``.
 
         Args:
-            again: whether this is the recompute of a forward that used ``run``. Hooks and modes are then ignored,
+            again: whether this call is a recompute whose forward used ``run``. Hooks and modes are then ignored,
                 because they may have been added after the forward.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
@@ -305,8 +319,8 @@ def linear(target: Target, original: Function) -> Function:
         if cache.auto is not None:
             cache.auto.observe(x)
         dtype, decoded = dtypes  # type: ignore[misc]
-        # ``run`` is returned instead of called, so that ``replacement_of`` calls it outside of its error handling. A checkpoint's
-        # hooks end the recompute with an exception, which is not an error.
+        # ``run`` is returned, not called here, so that ``replacement_of`` calls ``run`` outside of its error handling.
+        # Inside ``run``, a checkpoint may end its recompute with an exception, which is not an error.
         return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
     return replacement_of(target, original, dequantizer.fallbacks, prepare, traced)

@@ -1,4 +1,4 @@
-"""The option ``lora="fused"``: peft's LoRA on a 4-bit linear layer runs as one function."""
+"""The option ``lora="fused"``, which runs peft's LoRA on 4-bit linear layers as one function."""
 
 from __future__ import annotations
 

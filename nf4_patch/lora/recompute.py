@@ -1,8 +1,8 @@
-"""Keep the decisions of a non-reentrant checkpoint's forward, so that its recompute repeats them.
+"""Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-A decision says whether peft's forward or our function runs. The two save different tensors, but a checkpoint requires the same
-tensors from forward and recompute. A second decision could differ from the first, for example if FlopCounterMode or a hook is
-active during the forward only.
+A decision says whether peft's forward or our function runs a layer. The two save different tensors for the backward,
+but a checkpoint requires that its recompute saves the same tensors as its forward. Without a record, the recompute
+could decide differently than the forward, for example if FlopCounterMode or a hook is active during the forward only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list of decisions, and the forward's decision about this call.
+    """Return the list to which the caller appends its decision, and the decision of the forward about the same call.
 
-    The caller appends its own decision to the list. The list is in the order of calls, and is freed with the checkpoint's frame,
-    which holds it.
+    In a forward, the list contains the decisions in the order of the calls. The checkpoint's frame holds this list, so
+    the list is freed with the frame.
 
     Args:
         pack: the current pack hook for saved tensors.
 
     Returns:
-        The list, and the decision of the forward. Outside of a recompute, this decision is None. If the hook does not belong to a
-        checkpoint, the result is None.
+        The list and the forward's decision, which is None outside of a recompute. If ``pack`` does not belong to a
+            checkpoint, the whole result is None.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):
@@ -38,7 +38,7 @@ def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
         found = cell.cell_contents
         if type(found) is checkpoint._CheckpointFrame:  # the forward
             return vars(found).setdefault(NAME, []), None
-        # In a recompute, the hook holds a weak reference to the frame. Every recompute has a new hook.
+        # The hook of a recompute holds a weak reference to the frame. Every recompute has a new hook.
         if type(found) is weakref.ref:
             earlier = vars(pack).setdefault(NAME, iter(getattr(found(), NAME, ())))
             return [], next(earlier, None)

@@ -1,7 +1,7 @@
-"""Reference functions in plain PyTorch for the kernels in kernels.py. Tests compare the kernels with them.
+"""Formulas in plain PyTorch for the results of the kernels in kernels.py. Tests compare the kernels with them.
 
-The arguments are those of the functions in launch.py, plus ``dtype``, in which the result is computed. The default is fp64, so that
-the result is practically exact.
+Each function has the arguments of the function of the same name in launch.py, plus ``dtype``. The result is computed in
+``dtype``. The default is fp64, which makes the result practically exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Launches of the fused matmul with a LoRA adapter: x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
+"""The fused matmul with a LoRA adapter: x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
-The first launch computes scale * x @ A.T as fp32 sums over parts of K, without atomics. The second launch is the fused matmul. It
-adds these parts in order and adds their product with B to its own fp32 sums, so the result is rounded only once.
+The first launch computes scale * x @ A.T. It splits K into parts, and returns an fp32 sum for each part, without
+atomics. The second launch is the fused matmul. It adds up the parts in order, multiplies them by B, and adds the
+product to its own fp32 sums. So the result is rounded only once.
 """
 
 from __future__ import annotations
@@ -21,30 +22,33 @@ from .tuning import SmallMConfig
 if triton is not None:
     from . import kernels
 
-PARTS = 16  # maximum number of parts of K; 32 parts are slower at 8 rows (H200)
-COLUMNS = 128  # columns of x and A that the first kernel multiplies per step
-# Maximum number of fragments (operands of an mma) that 16 rows of B take: enough for a rank of 128 in bf16, or 64 in
-# fp32. A fragment takes four registers of a lane.
+PARTS = 16  # K is split into at most this many parts; 32 parts are slower at 8 rows (H200)
+COLUMNS = 128  # the first kernel multiplies this many columns of x and A per step
+# A fragment is an operand of an mma, and takes four registers of a lane. 16 rows of B take at most this many fragments.
+# The limit allows a rank of 128 in bf16, or of 64 in fp32.
 MOST_FRAGMENTS = 8
-RANK_STEP = 4  # the rank is a multiple of this: a lane loads four columns of B
+RANK_STEP = 4  # the rank must be a multiple of this, because a lane loads four columns of B
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def layout_of(a: torch.Tensor) -> AdapterLayout:
-    """Return the layout of an adapter whose A is [rank, K]."""
+    """Return the layout of an adapter (its rank, its precision, and the number of parts of K), given A [rank, K]."""
     rank, k = a.shape
     return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
 
 
 def span_of(k: int) -> int:
-    """Return how many of the ``k`` columns of x belong to one part, a multiple of COLUMNS."""
+    """K is split into parts. Return how many of the ``k`` columns of x one part covers, a multiple of COLUMNS."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
 def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels can add the product with an adapter, A [rank, K] and B [n, rank], for m rows of x.
+    """Return whether the kernels can add the product with an adapter to the product of m rows of x.
 
-    The answer does not depend on addresses.
+    The answer depends on shapes, dtypes and devices, but not on addresses.
+
+    Args:
+        a, b: A [rank, K] and B [n, rank].
     """
     if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
         return False
@@ -64,7 +68,10 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read A or B: contiguous, 16-byte aligned, and in memory that was not freed."""
+    """Return whether the kernels can read A or B.
+
+    The factor must be contiguous, 16-byte aligned and not lazily negated, and its memory must not have been freed.
+    """
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16
@@ -74,7 +81,10 @@ def is_readable(factor: torch.Tensor) -> bool:
 
 
 def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
-    """Return the constexprs of the first kernel for x [m, k], without DEPENDENT."""
+    """Return the constexpr arguments of the first launch's kernel for x [m, k].
+
+    DEPENDENT is not included, because it depends on the device.
+    """
     power = triton.next_power_of_2
     return {
         "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),
@@ -83,7 +93,7 @@ def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
 
 
 def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) -> KernelEntry:
-    """Return the first kernel for x [m, k] in bf16.
+    """Return the compiled kernel of the first launch, for x [m, k] in bf16.
 
     Raises:
         KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
@@ -101,7 +111,10 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
 
 
 class LoraLaunch(MatmulLaunch):
-    """The two launches of one weight with one shape of x and one layout of the adapter. A, B and the scaling are arguments."""
+    """The two launches for one weight, one shape of x and one layout of the adapter.
+
+    A, B and the scaling are arguments of each call.
+    """
 
     def __init__(
         self, inner: KernelEntry, kernel: small_m.SmallMKernel, layout: AdapterLayout, x: torch.Tensor, weight: PackedWeight,
@@ -117,11 +130,12 @@ class LoraLaunch(MatmulLaunch):
         self.tail = self.tail[: len(self.tail) - end]
 
     def add(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-        """Multiply an x of the shape, dtype and device that this launch was resolved for, and add the adapter's product.
+        """Multiply x by the weight, and add the adapter's product.
 
         Args:
-            a, b: A [rank, K] and B [N, rank], in the layout that this launch was resolved for. ``is_readable`` has to
-                be True for both.
+            x: has the shape, dtype and device of the x that was passed to ``resolve``.
+            a, b: A [rank, K] and B [N, rank], with the same layout as the A that was passed to ``resolve``.
+                ``is_readable`` must be True for both.
         """
         device = self.device
         if runtime.current_device() != device:
@@ -154,11 +168,9 @@ _kernels: dict[tuple[Any, ...], tuple[KernelEntry, small_m.SmallMKernel]] = {}
 def resolve(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig, a: torch.Tensor
 ) -> LoraLaunch:
-    """Return a launch for this weight and for any x of this shape.
+    """Return the LoraLaunch for this weight, for any x of this shape and any adapter with the layout of ``a``.
 
-    The launch also adds a LoRA adapter, whose A must have the same layout as ``a``.
-
-    The caller has checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
+    The caller must have checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
 
     Raises:
         KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.

@@ -1,4 +1,4 @@
-"""Replacements for bitsandbytes' matmul of a few rows."""
+"""Replacements for the functions of bitsandbytes that multiply a few rows by a 4-bit weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gemm(
     fused: FusedMatmul, A, B, shapeB, absmax, blocksize, quant_type,
     bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
 ) -> Tensor | Reason:  # fmt: skip
-    """Replace ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``, bitsandbytes' fused matmul of a few rows."""
+    """Replace ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``, bitsandbytes' own fused matmul."""
     packed = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
     result = fused.run(A, packed, bias)
     return cpu_packing_or(result, absmax) if type(result) is Reason else result
@@ -26,10 +26,11 @@ def gemm(
 def matmul_4bit(target: Target, original: Function) -> Function:
     """Make the replacement for ``bitsandbytes.autograd._functions.matmul_4bit``.
 
-    The original runs if a gradient is required.
+    If a gradient is required, the original runs.
 
-    The replacement bypasses bitsandbytes' op, because the dispatch of the op takes longer than a matmul of a few rows. Before
-    bitsandbytes 0.50 the replacement accepts only a transposed packed weight. Since 0.50 it accepts both layouts.
+    For few rows, the replacement runs the fused matmul directly and skips bitsandbytes' op, because the dispatch of the
+    op takes longer than the matmul. Before bitsandbytes 0.50 the replacement accepts only a transposed packed weight.
+    Since 0.50 it accepts both layouts.
     """
     fused = FusedMatmul(target.name)
     transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
@@ -44,5 +45,5 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
-    """Replace ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before bitsandbytes 0.50."""
+    """Replace ``bitsandbytes.functional.gemv_4bit``. Before bitsandbytes 0.50, Linear4bit calls it for one row."""
     return fused.one_row(A, B, state, out)

@@ -1,9 +1,10 @@
-"""PTX that decodes NF4 with byte permutes (prmt) instead of a table in memory.
+"""PTX that decodes NF4 with byte permutes (the instruction prmt) instead of a table in memory.
 
-First the 16 possible weights of a block are rounded to 16 bits. Four registers hold their low bytes, and four hold their high
-bytes. A nibble is the index of one of the 16 weights. Its three low bits select a byte of weights 0 to 7 and a byte of weights 8 to
-15. Its highest bit selects one of these two bytes. The cost is 2.6 instructions per weight, plus 2 for each of the 16 possible
-weights.
+A weight of a block has one of 16 values, and the weight's nibble (4 bits) is the index of the value. First the 16
+values are rounded to 16 bits. Four registers hold the low bytes of the values, and four registers hold the high bytes.
+For the low byte of a weight, the three low bits of the nibble select one byte from values 0 to 7 and one byte from
+values 8 to 15. The highest bit of the nibble then selects one of these two bytes. The high byte is found in the same
+way. The cost is 2.6 instructions per weight, plus 2 for each of the 16 values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def vector(prefix: str, first: int, count: int) -> str:
 
 
 def round_codes(scale: str, dtype: str) -> list[str]:
-    """Multiply code0 to code15 by ``scale`` and round the products to ``dtype``, two at a time (sm_80 and newer)."""
+    """Return PTX that computes the 16 values of a block and sorts their bytes into the registers low and high.
+
+    The values are code0 to code15 times ``scale``, rounded to ``dtype`` two at a time (sm_80 and newer).
+    """
     lines = []
     for i in range(8):
         lines += [f"mul.rn.f32 even, code{2 * i}, {scale};", f"mul.rn.f32 odd, code{2 * i + 1}, {scale};"]
@@ -31,11 +35,13 @@ def round_codes(scale: str, dtype: str) -> list[str]:
 
 
 def decode_word(word: str, registers: Sequence[str]) -> list[str]:
-    """Decode the 8 weights of a packed 32-bit word into four registers of two weights each, in memory order."""
+    """Return PTX that decodes a packed 32-bit word of 8 weights into four registers.
+
+    Each register gets two weights. The weights are in memory order.
+    """
     lines = [f"and.b32 index, {word}, 0x77777777;", f"shl.b32 above, {word}, 4;"]
-    for half, signs in enumerate(
-        ("0x9d8c", "0xbfae")
-    ):  # every byte of ``sign`` repeats a nibble's highest bit eight times
+    # Each byte of the register ``sign`` belongs to one nibble, and repeats the nibble's highest bit eight times.
+    for half, signs in enumerate(("0x9d8c", "0xbfae")):
         lines += [f"prmt.b32 sign, {word}, above, {signs};"]
         for plane in ("low", "high"):
             lines += [f"prmt.b32 under8, {plane}0, {plane}1, index;", f"prmt.b32 from8, {plane}2, {plane}3, index;"]

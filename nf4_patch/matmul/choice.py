@@ -1,6 +1,8 @@
-"""Choose the config of a matmul: from the shipped table, or by a measurement at the first use of a size on this GPU.
+"""Choose the config of the fused matmul for a size, which is a number of rows of x and a shape of the weight.
 
-The result of a measurement is saved in Triton's cache folder. Within a process, the choice for a size never changes.
+The config comes from the shipped table. On a GPU without a table, it comes from a measurement at the first use of the
+size. The result of a measurement is saved in Triton's cache folder. Within a process, the choice for a size never
+changes.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from .tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 
 logger = logging.getLogger("nf4_patch")
 
-# One measurement serves a range of row counts: 1, 2, 3 to 4, 5 to 8 and so on. LAST_ROWS holds the largest count of each range.
+# One measurement serves a range of row counts of x: 1, 2, 3 to 4, 5 to 8 and so on.
+# LAST_ROWS holds the largest row count of each range.
 LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LARGEST_M = LAST_ROWS[-1]
 FILE = "nf4_patch_matmul.json"
 
 
 _configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # the chosen configs, by device, m, n and k
-measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, largest row count of the range, n, k
+measurements: dict[tuple[int, int, int, int], Measurement] = {}  # keys: device, largest row count of the range, n, k
 _choosing = threading.Lock()
 
 
@@ -49,17 +52,19 @@ _thread = Thread()
 def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) -> SmallMConfig | None:
     """Return the config for x [m, k] and a weight [n, k] on this GPU, or None if the fused matmul is not faster.
 
-    The first answer stands until the process ends, so the recompute of a checkpoint gets the answer of its forward.
+    The first answer stands until the process ends, so the recompute of a checkpoint gets the same answer as its
+    forward.
 
     Args:
-        may_measure: False in a training step. A size that was never measured then gets None on a GPU without a shipped table.
+        may_measure: whether a new measurement is allowed. It is False if x requires a gradient. Without a shipped table
+            or an earlier measurement, the answer is then None.
     """
     if m > LARGEST_M or device < 0:  # PyTorch's index of the CPU is -1
         return None
     size = device, m, n, k
     if size not in _configs:
-        # This thread is measuring. A function that is being timed may call another function that the option replaces.
-        # The original of this other function then runs.
+        # A function that is being measured may call another function that the option replaces.
+        # During a measurement, such a call gets None here, so that the original of the other function runs.
         if _thread.measures:
             return None
         with _choosing:
@@ -67,7 +72,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
                 try:
                     _configs[size] = choose(device, m, n, k, may_measure)
                 except Exception:
-                    _configs[size] = None  # a second try would fail again, at every call
+                    _configs[size] = None  # later calls get None, because another try would fail again
                     raise
     return _configs[size]
 
@@ -75,7 +80,8 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
     """Return the config from the shipped table. On a GPU without a table, return the config that a measurement found.
 
-    The measurement is an earlier one of this process, or else one that was saved to disk, or else a new one.
+    The function takes an earlier measurement of this process, or else a measurement that was saved to disk. If there is
+    none, it makes a new measurement. Without any measurement, it returns None.
     """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):
@@ -100,7 +106,10 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
 
 
 def measured_apart(*arguments: Any) -> Measurement | None:
-    """Call ``measure`` in a new thread, which has no autocast, no modes and no private memory pool."""
+    """Call ``measure`` in a new thread, so that autocast, modes and a private memory pool of this thread do not apply.
+
+    Return None if the kernel cannot be compiled or the GPU has too little memory.
+    """
     with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
         try:
             return pool.submit(measure, *arguments).result()
@@ -109,28 +118,31 @@ def measured_apart(*arguments: Any) -> Measurement | None:
 
 
 def has_table(capability: tuple[int, int]) -> bool:
-    """Return whether the shipped table was measured on GPUs of this capability."""
+    """Return whether the shipped table has configs for GPUs of this compute capability."""
     return any(row.capability == capability for row in SMALL_M_ROWS)
 
 
 def can_measure() -> bool:
-    """Return whether a measurement is possible now: outside of captures, traces, dispatch modes and backwards."""
+    """Return whether a measurement is possible now.
+
+    It is not possible during a capture, a trace or a backward, or under a dispatch mode.
+    """
     tracing = torch.compiler.is_compiling() or runtime.is_capturing()
     return not (tracing or modes_active() or backward_in_progress() != -1)
 
 
 def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
-    """Return the configs to measure on a GPU without a shipped table: the config for an H100, and the config for a T4."""
+    """Return the configs to measure on a GPU without a shipped table: the one for an H100 and the one for a T4."""
     tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
     found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
     return list(dict.fromkeys(config for config in found if config is not None))
 
 
 class SavedMeasurement:
-    """The file of one measurement in Triton's cache folder.
+    """The file in Triton's cache folder that stores one measurement.
 
-    The folder's name depends on the GPU, its driver, the releases of the libraries that take part, and the measured
-    size.
+    The file's folder depends on the GPU, its driver, the measured size, and the releases of nf4_patch, PyTorch, Triton
+    and the libraries that were measured. If one of them changes, the file is not found, and the size is measured again.
     """
 
     def __init__(self, device: int, m: int, n: int, k: int, originals: Iterable[str]):
@@ -146,7 +158,10 @@ class SavedMeasurement:
         self.key = hashlib.sha256(repr(key).encode()).hexdigest()
 
     def load(self, allowed: Iterable[SmallMConfig]) -> Measurement | None:
-        """Return the saved measurement, or None if there is none, the file is damaged, or its config is not ``allowed``."""
+        """Return the saved measurement.
+
+        Return None if there is no file, if the file is damaged, or if the file's config is not one of ``allowed``.
+        """
         try:
             path = self.folder().get_file(FILE)
             if path is None:
@@ -159,14 +174,14 @@ class SavedMeasurement:
         return Measurement(config, us) if config is None or config in allowed else None
 
     def write(self, found: Measurement) -> None:
-        """Save a measurement atomically. Without a writable folder, the next process measures again."""
+        """Save a measurement atomically. If the folder is not writable, the next process measures again."""
         try:
             self.folder().put(json.dumps(found._asdict()), FILE, binary=False)
         except (OSError, RuntimeError) as error:
             logger.info("nf4_patch: the measurement was not saved: %s", error)
 
     def folder(self) -> Any:
-        """Return Triton's cache manager for this key.
+        """Return Triton's cache manager, which reads and writes files in this measurement's folder.
 
         Raises:
             OSError, RuntimeError: the folder cannot be made.
@@ -177,16 +192,19 @@ class SavedMeasurement:
 
 
 def size_in_words(device: int, last: int, n: int, k: int) -> str:
-    """Return as text what a measurement applies to: one GPU, weights of n x k, and x of at most ``last`` rows."""
+    """Describe the size of a measurement as text: one GPU, weights of n x k, and x of at most ``last`` rows."""
     return f"GPU {device}, up to {last} rows x {n}x{k}"
 
 
 def outcome(found: Measurement) -> str:
-    """Return as text whether the fused matmul or the original runs, and the measured times."""
+    """Describe the result of a measurement as text: whether the fused matmul or the original runs, and all times."""
     times = ", ".join(f"{name} {us:.1f} us" for name, us in found.us.items())
     return f"{'the fused matmul' if found.config else 'the original'} runs ({times})"
 
 
 def report() -> dict[str, str]:
-    """Return the outcome for each size that was measured or read from disk in this process. The keys are the sizes as text."""
+    """Return the results of all measurements that this process made or read from disk.
+
+    The keys describe the sizes, and the values describe the results. Both are texts.
+    """
     return {size_in_words(*key): outcome(found) for key, found in list(measurements.items())}
