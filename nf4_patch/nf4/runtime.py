@@ -1,4 +1,4 @@
-"""What all kernels share: device queries, compilation, launches and allocation."""
+"""Functions that all kernels use: device queries, compilation, launches and allocation."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PackedWeight(NamedTuple):
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
         Computing the fingerprint at each call would be slow, so the memo is looked up by the weight's addresses, shape
-        and dtype. Each memo found has a check: one call into PyTorch that compares the weight's tensors with the
+        and dtype. Each memo found there has a check: one call into PyTorch that compares the weight's tensors with the
         tensors for which the memo was registered (class, dispatch keys, dtype, device, sizes and strides). If the check
         passes, the fingerprint is the same. The check takes a third of the time of computing the fingerprint.
 

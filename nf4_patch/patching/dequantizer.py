@@ -49,7 +49,7 @@ def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
     If the caller is a function in PASSED_ON, the caller of that function is checked instead. Only
-    ``Dequantizer.of_state`` may call this function, because it counts stack frames.
+    ``Dequantizer.of_state`` may call this function, because the caller is found by its distance on the call stack.
 
     Args:
         module: the start of a module's name, for example "unsloth.".
@@ -103,7 +103,7 @@ class Dequantizer:
     def of_state(
         self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """Dequantize a packed weight that has a bitsandbytes QuantState. The arguments are those of ``run``.
+        """Dequantize a packed weight that has a bitsandbytes QuantState. The other arguments are those of ``run``.
 
         For a tensor subclass inside torch.compile this method calls ``trace``, and otherwise ``run``.
         """
@@ -132,8 +132,8 @@ class Dequantizer:
         The guards are checked by the op's fake implementation.
 
         Raises:
-            ValueError: the weight is in the packing for the CPU (CPU_PACKING). Dynamo then breaks the graph and runs the
-                call eagerly, or raises an error.
+            ValueError: the weight is in the packing for the CPU (CPU_PACKING). Dynamo then breaks the graph and runs
+                the call eagerly, or raises an error.
         """
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
@@ -148,8 +148,7 @@ class Dequantizer:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        # The op's fake implementation checks the device too, but then a graph for the CPU would contain a call of the
-        # op.
+        # The op's fake implementation checks the device too. This earlier check keeps the op out of graphs for the CPU.
         if not runtime.runs_on(packed):
             return Reason.NOT_CUDA
         return op.dequantize(*fields)

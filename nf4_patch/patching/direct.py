@@ -1,4 +1,4 @@
-"""The public function ``dequantize_nf4``. It never falls back to bitsandbytes: it uses PyTorch operators or raises an error."""
+"""The public function ``dequantize_nf4``. It raises an error where a replacement would fall back."""
 
 from __future__ import annotations
 

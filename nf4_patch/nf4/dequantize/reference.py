@@ -1,4 +1,4 @@
-"""The reference formula in plain PyTorch. Tests compare each kernel with it, and so does the kernel's first use."""
+"""The reference formula in plain PyTorch. Each kernel is compared with it in tests and at its first use."""
 
 from __future__ import annotations
 
