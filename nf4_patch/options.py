@@ -1,4 +1,4 @@
-"""Fill the table of options while the package is imported. The core reads the table and does not import the options."""
+"""Fill the table ``OPTIONS`` when the package is imported. The core reads the table and need not import any option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of every launch: device queries, compilation, kernel entries, streams and allocation."""
+"""Functions that all kernels use: device queries, compilation, launches and allocation."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ import torch
 MISSING = ""
 try:
     import triton
-except ImportError as error:  # every launch then raises an error with the message in MISSING
+except ImportError as error:  # Without Triton, every launch raises an error with the message in MISSING.
     triton = None
     MISSING = f"{type(error).__name__}: {error}"
 TRITON_RELEASE = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot run on this input or machine. The message says why, and ``reason`` is the name of a Reason."""
+    """The kernel cannot run on this input or on this machine.
+
+    The message says why. ``reason`` is the name of the member of ``Reason`` under which the fallback is counted.
+    """
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
-        self.reason = reason  # KERNEL_FAILED is permanent; GRAPH_CAPTURE, MISALIGNED, NO_STORAGE concern one call
+        # KERNEL_FAILED is permanent. After GRAPH_CAPTURE, MISALIGNED or NO_STORAGE a later call may succeed.
+        self.reason = reason
 
 
 class KernelEntry(NamedTuple):
-    """The function that launches a compiled kernel, and the fixed parts of its arguments.
+    """The function that launches a compiled kernel, and those of its arguments that are the same in every launch.
 
-    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``. The grid is (x, y, z), and the arguments are plain numbers.
+    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``. (x, y, z) is the grid. ``arguments`` are the
+    kernel's addresses and numbers.
     """
 
     call: Callable[..., None]
@@ -45,46 +50,50 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        The entry calls ``run``, the kernel's launcher, directly. ``kernel[grid](...)`` calls ``run`` too (Triton 3.2 and newer),
-        but takes 17 us per call, mostly to find the compiled kernel again (H200 machine, Triton 3.6.0).
+        The entry calls the kernel's launcher ``run`` directly. Triton's usual ``kernel[grid](...)`` ends in the same
+        call (Triton 3.2 and newer). But it first looks up the compiled kernel again, which is most of the 17 us that it
+        takes (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        values = values if TRITON_RELEASE >= (3, 3) else ()  # Triton 3.2 passes no constexpr to the launcher
+        values = values if TRITON_RELEASE >= (3, 3) else ()  # The launcher of Triton 3.2 accepts no constexprs.
         if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
             flags = run.launch_cooperative_grid, run.launch_pdl
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
-        """Launch the kernel. ``Launch`` and ``MatmulLaunch`` repeat the body of this method, which saves a Python call.
+        """Launch the kernel.
+
+        ``Launch`` and ``MatmulLaunch`` repeat the body of this method instead of calling it, to save a Python call.
 
         Args:
-            arguments: addresses and numbers, without the constexprs.
+            arguments: the kernel's addresses and numbers, without the constexprs.
         """
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
-# All device queries go through the names below. CPU tests replace these names and ``compile_kernel`` before other modules
-# import them (tests/support/quick_interpreter.py).
+# All device queries use the names below, so that tests can run on the CPU: tests/support/quick_interpreter.py replaces
+# these names and ``compile_kernel`` before any other module imports the names.
 DEVICE = "cuda"  # the device type that the kernels run on
-WORD = 4  # byte alignment that the kernel requires of a packed weight
+WORD = 4  # The address of the packed bytes must be a multiple of this number.
 on_device: Any = torch.cuda.device
 capability_of: Callable[[Any], tuple[int, int]] = torch.cuda.get_device_capability
 name_of: Callable[[Any], str] = torch.cuda.get_device_name
 is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# empty_strided_cuda allocates on the current device without the dispatcher, as in code that Inductor generates.
-# A call takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
+# empty_strided_cuda bypasses PyTorch's dispatcher and allocates on the current device. Inductor's generated code uses
+# it too. A call takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
 empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new contiguous tensor of two or three dimensions on the device of ``like``, without the dispatcher.
+    """Return a new contiguous tensor of two or three dimensions on the device of ``like``.
 
-    Selective checkpointing can save the result of any op that the dispatcher sees, and return it in the recompute. A kernel
-    would then write to that tensor a second time.
+    The allocation bypasses the dispatcher, because of selective checkpointing. Selective checkpointing can save the
+    result of any op that the dispatcher sees, and return it again in the recompute. If it returned this tensor again,
+    a kernel would write to the tensor a second time.
     """
     device = like.get_device()
     if current_device() != device:
@@ -111,12 +120,12 @@ def runs_on(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the storage covers the whole tensor. Sharding and offloading free or shrink storages."""
+    """Return whether the tensor's storage is large enough for it. Sharding and offloading free or shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-Span = tuple[int, int]  # the address range of a tensor's memory: first byte, and end
+Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and of the byte after its last
 
 
 def span(tensor: torch.Tensor) -> Span:
@@ -129,7 +138,7 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Return the address ranges of the tensors, each range once. Different ranges may overlap."""
+    """Return the address range of each tensor. Equal ranges are returned only once, but two ranges may overlap."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
@@ -180,9 +189,10 @@ def driver_version() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory.
+    """Return whether an error says that memory ran out.
 
-    Triton raises a plain RuntimeError when the driver has no memory to load or launch a kernel.
+    For RuntimeErrors the message is checked too: Triton raises a plain RuntimeError if the driver has too little memory
+    to load or launch a kernel.
     """
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
@@ -193,13 +203,14 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``. Call ``build`` for it at the first use.
+    """Return ``built[key]``. If ``built`` has no such key, call ``build`` and store its result.
 
-    A failure of ``build`` is remembered. Later calls raise its error again, without a second try.
+    If ``build`` fails, its error is stored in ``built``. Later calls raise the error again without calling ``build``.
+    An error that may not happen again is not stored, so a later call tries again.
 
     Raises:
-        KernelUnavailable: ``build`` failed, or cannot run because a CUDA graph is being captured. The latter is not remembered.
-        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory. This is not remembered.
+        KernelUnavailable: ``build`` failed (stored), or a CUDA graph is being captured (not stored).
+        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory (not stored).
     """
     if key not in built:
         if is_capturing():
@@ -212,26 +223,28 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                     raise
                 except KernelUnavailable as error:
                     built[key] = error.with_traceback(None)
-                except Exception as error:  # from the compiler, the driver or a read-only cache folder
+                except Exception as error:  # The compiler, the driver or a read-only cache folder can raise anything.
                     if is_out_of_memory(error):
                         raise torch.cuda.OutOfMemoryError(str(error)) from error
                     built[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     found = built[key]
     if isinstance(found, KernelUnavailable):
-        # A new error object is raised, because an error that is raised twice keeps the frames and weights of both calls alive.
+        # Do not raise ``found`` itself: its traceback would keep the frames of every call, and their weights, alive.
         raise KernelUnavailable(str(found), found.reason)
     return found
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Return whether Triton interprets this kernel, because TRITON_INTERPRET was set when the kernel was defined."""
+    """Return whether Triton's interpreter runs this kernel: TRITON_INTERPRET was set when the kernel was defined."""
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
-    """Compile a kernel for arguments of these types and for these constexprs, and return Triton's CompiledKernel.
+    """Compile a kernel without launching it, and return Triton's CompiledKernel.
 
-    The kernel is not launched.
+    Args:
+        arguments: sample tensors and numbers, whose types the kernel is compiled for.
+        values: the kernel's constexprs by name.
 
     Raises:
         KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
@@ -246,20 +259,22 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return the KernelEntry of a kernel. Compile it at the first use of these constexprs and this ``kind``.
+    """Return the KernelEntry of a kernel. Compile the kernel at the first use of these constexprs and this ``kind``.
 
-    A failed compilation is remembered; see :func:`built_once`.
+    A failed compilation is not tried again; see :func:`built_once`.
 
     Args:
-        arguments: sample tensors and numbers. Those of every later call of this ``kind`` must have the same types.
-        values: the kernel's constexprs in the order of its signature.
-        kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples of 16.
-        options: for Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start before the
-            previous kernel ends, and must itself wait for the results of that kernel (Triton >= 3.6, sm_90).
+        arguments: sample tensors and numbers. All calls with the same ``kind`` must give arguments of the same types.
+        values: the kernel's constexprs by name, in the order of its signature.
+        kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples
+            of 16.
+        options: options of Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start
+            before the previous kernel ends, so the kernel itself must wait for the results of the previous kernel
+            (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
-        # The sample has a 2 in place of each integer 1, because Triton would compile a 1 as a constexpr.
+        # Triton compiles an integer argument 1 as a constexpr. A 2 in its place gives a kernel for all integers.
         sample = tuple(2 if type(value) is int and value == 1 else value for value in arguments)
         result = compile_kernel(kernel, sample, values, **{"num_stages": 1, **options})
         return KernelEntry.of(result, tuple(values.values()))
@@ -271,11 +286,12 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream of the first tensor's device. Compile it at its first use, as ``compiled`` does.
+    """Launch a kernel on the current stream of its device. Compile the kernel at its first use; see ``compiled``.
 
     Args:
-        grid: None to compile only.
-        arguments: tensors, each contiguous and 16-byte aligned, and numbers. The first argument is a tensor.
+        grid: the launch grid, or None to compile the kernel without launching it.
+        arguments: the kernel's tensors and numbers. Each tensor must be contiguous and 16-byte aligned. The first
+            argument must be a tensor, whose device the kernel runs on.
 
     Raises:
         KernelUnavailable: the kernel cannot be compiled, or its first use is inside a CUDA graph capture.

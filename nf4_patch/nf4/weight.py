@@ -18,30 +18,32 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # maximum number of memos; a 70B model has 560 weights, each read in one or two dtypes
+LIMIT = 16384  # the maximum number of memos. A 70B model has 560 weights, and each is read in one or two dtypes.
 
 
 class WeightMemo:
-    """Memo of one weight: its launch and its cache entry. All targets and the custom op share the memo.
+    """Memo of one weight: its launch and its cache entry.
 
-    The memo is valid as long as ``PackedWeight.fingerprint`` returns the same value for the weight.
+    All replaced library functions and the custom op use the same memo. The memo is valid as long as
+    ``PackedWeight.fingerprint`` returns the same value for the weight.
     """
 
-    launch: Any = None  # the weight's Launch, once the guards have passed
-    entry: Any = None  # the weight's CacheEntry. The weight cache sets it, and checks at each read whether it is valid
+    launch: Any = None  # the weight's Launch. It is built after the guards have checked the weight.
+    entry: Any = None  # the weight's CacheEntry. The weight cache sets it, and checks at each read that it is valid.
 
 
 class PackedWeight(NamedTuple):
     """A packed 4-bit weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
 
-    A nested weight has ``absmax2``, ``code2`` and ``offset``. In a flat weight all three are None.
+    A weight with double quantization is called nested, and a weight without it is called flat. In a flat weight,
+    ``absmax2``, ``code2`` and ``offset`` are None.
     """
 
-    packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
+    packed: torch.Tensor  # ceil(n / 2) bytes as any of STORAGE_DTYPES. The high nibble of a byte is the even element.
     absmax: torch.Tensor  # [blocks], uint8 (nested: an index into code2) or fp32 (flat: the scale itself)
     absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32, the scales of absmax
     code2: torch.Tensor | None  # [256] fp32, the values that absmax indexes
-    offset: torch.Tensor | None  # one element, any of OFFSET_DTYPES, added to every scale
+    offset: torch.Tensor | None  # a tensor of one element, which is added to every scale; any of OFFSET_DTYPES
     blocksize: int  # elements per block
     blocksize2: int  # blocks per second-level block; 0 when flat
     shape: Sequence[int]  # shape of the dequantized weight, of any rank
@@ -51,15 +53,16 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        The memo is looked up by the weight's addresses, shape and dtype. One call into PyTorch then compares class,
-        dispatch keys, dtype, device, sizes and strides of all tensors with those of the tensors for which the memo was
-        registered. If they match, the fingerprint is the same. This comparison takes a third of the time of computing
-        the fingerprint.
+        Computing the fingerprint at each call would be slow, so the memo is looked up by the weight's addresses, shape
+        and dtype. Each memo found there has a check: one call into PyTorch that compares the weight's tensors with the
+        tensors for which the memo was registered (class, dispatch keys, dtype, device, sizes and strides). If the check
+        passes, the fingerprint is the same. The check takes a third of the time of computing the fingerprint.
 
         Raises:
             AttributeError: a field is not a tensor.
         """
-        # Without typing.cast and without a starred name, the next two lines save 0.2 us (2-core CPU machine, Python 3.11).
+        # Any in place of typing.cast, and all ten names in place of a starred name, save 0.2 us per call (2-core CPU
+        # machine, Python 3.11).
         fields: Any = self
         packed, absmax, absmax2, code2, offset, blocksize, blocksize2, shape, dtype, quant_type = fields
         if absmax2 is None:
@@ -80,23 +83,27 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the memo of this weight's fingerprint, and register it so that ``memo`` finds it faster.
+        """Return the memo of this weight's fingerprint. Register it in ``_checked``, where ``memo`` looks first.
 
         Args:
-            place: the key for ``_checked``: the addresses of the tensors, and all fields that are not tensors.
-            tensors: the weight's tensors, with which ``memo`` compares the tensors of later calls.
+            place: the key in ``_checked``: the addresses of the weight's tensors, and all other fields.
+            tensors: the weight's tensors. ``memo`` compares the tensors of later calls with them.
         """
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
         memo = _memos.setdefault(self.fingerprint(), WeightMemo())
         with contextlib.suppress(RuntimeError, TypeError):  # raised for a tensor without strides
             same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            # The latest 8 checks are kept, because dispatch keys depend on the call's autocast and inference mode.
+            # A check passes only with the dispatch keys of its call, which depend on autocast and inference mode. So
+            # the latest 8 checks are kept.
             _checked[place] = ((same, memo), *_checked.get(place, ())[:7])
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return everything that the guards check and all addresses, but nothing that changes from call to call."""
+        """Return all addresses of the weight and all properties that the guards check.
+
+        The fingerprint has no property that changes between two calls with the same weight, such as dispatch keys.
+        """
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]
         return (
@@ -111,8 +118,8 @@ class PackedWeight(NamedTuple):
     def owner(self) -> torch.Tensor:
         """Return the tensor that owns the memory of the packed bytes: a parameter, unless the bytes were computed or copied.
 
-        A tensor that Inductor computed or reinterpreted has no ``_base``, so it is its own owner. It is not a parameter, and
-        its address and version counter do not identify the weight.
+        If Inductor computed or reinterpreted the packed bytes, they have no ``_base``, and this method returns them.
+        They are then not a parameter, and their address and version counter do not identify the weight.
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
@@ -120,8 +127,8 @@ class PackedWeight(NamedTuple):
     def operands(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that are passed to a kernel: packed, absmax, code, absmax2, code2, offset.
 
-        ``code`` holds the 16 values of the quant_type. A flat weight has no absmax2, code2 and offset. ``code`` is then
-        passed in place of each of the three, because a kernel needs an address there, although it does not read it.
+        ``code`` holds the 16 values of the quant_type. A flat weight has no absmax2, code2 and offset. The kernel does
+        not read them then, but its arguments must be addresses, so ``code`` is passed in their place.
 
         Raises:
             KernelUnavailable: GRAPH_CAPTURE, if ``code`` is not on the device yet and a CUDA graph is being captured.
@@ -140,17 +147,17 @@ class PackedWeight(NamedTuple):
         return self.absmax2 is not None
 
     def offset_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the offset, None for a flat weight."""
+        """Return the dtype of the offset, or None for a flat weight."""
         return None if self.offset is None else self.offset.dtype
 
     def transposed(self) -> bool:
-        """Return whether the packed bytes are [1, bytes], which requests the transposed result."""
+        """Return whether the packed bytes have shape [1, bytes]. bitsandbytes then returns the transposed weight."""
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Return the length of the pieces into which a row can be cut so that each piece has a single scale.
+        """Return the largest power of two, up to 64, that divides both K and the blocksize of a weight [N, K].
 
-        The weight has shape [N, K]. The length is the largest power of two, up to 64, that divides K and the blocksize.
+        If each row is cut into pieces of this length, every piece lies in one block and so has a single scale.
         """
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
@@ -164,8 +171,8 @@ class PackedWeight(NamedTuple):
 
 
 _memos: dict[tuple[Any, ...], WeightMemo] = {}
-# Pairs (check, memo): the memo is valid for tensors that pass the check. A key holds the addresses of a weight's
-# tensors and all fields that are not tensors.
+# The key holds the addresses of a weight's tensors, and all fields that are not tensors. The value holds pairs
+# (check, memo): if a weight's tensors pass the check, the memo is the memo of that weight.
 _checked: dict[tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]] = {}
 
 

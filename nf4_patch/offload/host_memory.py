@@ -1,7 +1,8 @@
-"""Pinned host memory for packed experts. With ``enable(offload="6GiB")`` it holds those beyond 6 GiB per GPU.
+"""Pinned host memory for packed experts.
 
-The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA tensor. Every operation
-on a parameter works as before, only slower, because the GPU reads over the bus.
+With ``enable(offload="6GiB")`` packed experts take up to 6 GiB of each GPU, and all other packed experts are in this
+memory. The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA
+tensor. Every operation on the tensor works as before, only slower, because the GPU reads the tensor over the bus.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from ..cache.store import is_captured
 from ..nf4 import runtime
 from ..patching.option import size_in_words
 
-SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+SAME_ADDRESS = 91  # the number of the attribute CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-# ALIGNMENT: in bytes, as in PyTorch's allocator. ROOM: extra bytes of a block, which the alignment of 16 tensors may need.
+# Each tensor of a block starts at a multiple of ALIGNMENT bytes, as in PyTorch's allocator. A block has ROOM bytes more
+# than its tensors, because aligning up to 16 tensors may need these bytes.
 ALIGNMENT, ROOM = 256, 4096
 ADVICE = 'free host memory, or keep more experts on the GPU with a larger offload="...GiB"'
 
@@ -43,16 +45,20 @@ class Cuda:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
             return "this GPU cannot read host memory at the host's address"
-        with torch.cuda.device(device):  # PyTorch treats the memory as memory of the device that is current now
+        with torch.cuda.device(device):  # PyTorch assigns the memory to the device that is current during this call.
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
         if not int(code):
             return ""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # clears the pending CUDA error, which the next kernel would raise
+            torch.ones(1, device=device)  # This clears the CUDA error, which the next kernel would raise otherwise.
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory. During a CUDA graph capture, which unpinning would break, leave the memory for the next call to unpin."""
+        """Unpin memory.
+
+        Unpinning would break a CUDA graph capture. So during a capture the memory stays pinned, and the first call
+        of this method after the capture unpins it.
+        """
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
@@ -60,9 +66,10 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], over the host memory that ``part.__cuda_array_interface__`` describes.
+        """Return a CUDA tensor, uint8 [bytes], whose memory is the host memory that ``part`` describes.
 
-        The tensor keeps ``part`` alive.
+        Args:
+            part: an object with ``__cuda_array_interface__``. The tensor keeps this object alive.
         """
         return torch.as_tensor(part, device=device)
 
@@ -75,24 +82,24 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """The host memory of one experts module. It holds the module's packed stacks, which are prefetched together.
+    """The host memory of one experts module, which is prefetched as a whole.
 
-    A stack is one weight of all experts. The memory is pinned when the first tensor arrives, and lives as long as any
-    CUDA tensor in it.
+    The block holds the module's packed stacks. A stack is one tensor with, for example, the down_proj weights of all
+    experts. The memory is pinned when the first tensor is copied into it, and lives as long as any CUDA tensor in it.
     """
 
     def __init__(self, capacity: int):
         self.capacity, self.size = capacity, 0  # bytes planned, and bytes in use
-        # Bytes of the model's experts modules that stay on this GPU. They have no block of their own, so one of the
-        # GPU's blocks holds this number for ``status()``. In all other blocks it is 0.
+        # ``resident`` is for ``status()``: the bytes of the experts modules that stay on the GPU. These modules have no
+        # block, so one block of each GPU stores the number. In all other blocks it is 0.
         self.resident = 0
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        # The prefetcher writes ``fingerprints`` and ``after``. ``fingerprints`` maps the address of a weight's packed
-        # bytes to the fingerprint that the weight had when it was last read.
+        # Only the prefetcher writes ``fingerprints`` and ``after``. The keys of ``fingerprints`` are addresses of
+        # packed bytes. A value is the fingerprint that the weight at this address had when it was last read.
         self.fingerprints: dict[int, Fingerprint] = {}
-        # If block x, this block and block y were read in this order, ``after`` maps x to y. Forward and backward read
-        # the layers in opposite orders, so the previous block shows which block comes next.
+        # ``after`` predicts which block is read after this block. It maps the block that was read before this block to
+        # the block that followed. The block before matters, because the backward reads the layers in reverse order.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
@@ -103,8 +110,8 @@ class HostBlock:
         """
         self.device, size = device, self.capacity + ROOM
         try:
-            # ``mmap`` returns shared memory, so that a fork does not copy pinned pages. PyTorch's own pinned memory is not used,
-            # because its sizes are rounded up to a power of two.
+            # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned
+            # memory would waste memory, because PyTorch rounds its size up to a power of two.
             host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             failure = cuda.register(host, device)
         except OSError as error:
@@ -119,7 +126,10 @@ class HostBlock:
         return host
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the block. Return the copy as a CUDA tensor, or ``tensor`` itself if the block has too little room."""
+        """Copy a tensor into the block, and return the copy as a CUDA tensor.
+
+        If the block has too little room, return ``tensor`` itself.
+        """
         if self.host is None:
             self.host = self.pinned(tensor.device)
         destination = self.host[self.size : self.size + tensor.nbytes]
@@ -135,19 +145,20 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a whole tensor of this block, not a slice of a tensor and not in other memory."""
+        """Return whether ``tensor`` is one of this block's tensors. A slice of such a tensor is not."""
         return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
-# The HostBlock of each tensor, by the tensor's address. While the HostBlock lives, no other tensor has that address.
+# ``blocks`` maps the address of each tensor in host memory to its HostBlock. The address identifies the tensor, because
+# no other tensor can have the address while the HostBlock lives.
 blocks: dict[int, Reference] = {}
-# Functions that are called with a GPU when the last host block of that GPU was freed
+# When the last host block of a GPU was freed, each of these functions is called with that GPU.
 on_last_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def no_block() -> None:
-    """Stand in for a weak reference to a freed block: return None."""
+    """Return None, as a weak reference to a freed block does. This function stands for "no block"."""
 
 
 def living() -> set[HostBlock]:
@@ -155,7 +166,7 @@ def living() -> set[HostBlock]:
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
-    """Drop a freed host block from ``blocks``, and unpin its memory."""
+    """Remove the tensors of a freed host block from ``blocks``, and unpin the block's memory."""
     for address in sizes:
         del blocks[address]
     if os.getpid() == process:  # a forked child has no CUDA

@@ -11,12 +11,12 @@ from ..patching.target import TESTED_LOADING, Target
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """Offload status of one GPU, for the models with packed experts in host memory."""
+    """The offload part of ``status()`` for one GPU. It covers the models with packed experts in host memory."""
 
-    resident: int = 0  # bytes of packed experts on the GPU, prefetch buffers included
+    resident: int = 0  # bytes of packed experts on the GPU, including the prefetch buffers
     in_host: int = 0  # bytes of packed experts in host memory
     fetches: int = 0  # copies of an experts module to the GPU
-    late: int = 0  # fetches that were not prefetched: they started only when the experts were read
+    late: int = 0  # fetches without a prefetch: the copy started only when the experts were read
 
     def __str__(self) -> str:
         resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)

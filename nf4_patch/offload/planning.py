@@ -1,4 +1,4 @@
-"""The plan of a model that is being loaded: which experts modules go to host memory, and which stay on the GPU."""
+"""Plan the memory of a model while it is loaded: which experts modules go to host memory, and which stay on the GPU."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from . import host_memory
 from .host_memory import ADVICE, HostBlock
 
 gate = switch.gates["offload"]
-# For each model that is being loaded, its host blocks by module path. If the memory of a block cannot be pinned, an
-# error message takes the place of the blocks. transformers only logs an exception during loading, so ``blocks_of``
-# raises the message again when loading ends.
+# For each model that is being loaded, ``plans`` has its host blocks by module path. If the memory of a block could not
+# be pinned, ``plans`` has an error message instead: transformers only logs an exception while it loads a model, so
+# ``blocks_of`` raises an error with this message when loading ends.
 plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the bytes of a packed stack and its absmax, for 64 elements per block and 256 blocks per second-level block."""
+    """Return the size in bytes of a packed stack together with its absmax tensors.
+
+    A block has 64 elements. A second-level block, which only a nested stack has, has 256 blocks.
+    """
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
 def free_memory() -> float:
-    """Return the bytes of host memory that are available, or infinity if /proc/meminfo does not say."""
+    """Return the available host memory in bytes, or infinity if /proc/meminfo does not have the number."""
     with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
         return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
     return float("inf")
 
 
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which experts modules of a model go to host memory, and record them in ``plans``. A module is never split.
+    """Decide which experts modules of a model go to host memory, and record their host blocks in ``plans``.
+
+    All stacks of a module go to the same memory. A stack is one tensor with, for example, the down_proj weights of all
+    experts.
 
     Args:
-        stacks: (full name, device, packed bytes) of each stack that will be packed. A stack is one weight of all experts.
+        stacks: (full name, device, packed bytes) of each stack that will be packed.
 
     Raises:
         ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
@@ -64,7 +70,8 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
                 f'experts module each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
             )
         share, resident = 0, total
-        # The modules that stay on the GPU are spread evenly over the layers, so that copies overlap with computation.
+        # Spread the modules that stay on the GPU evenly over the layers. While such a module computes, the copy of an
+        # offloaded module has time to finish.
         for path, size in sizes.items():
             share += on_gpu * size
             if share >= total * size:
@@ -73,7 +80,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
                 block = chosen[path] = HostBlock(size)
                 resident -= size
         block.resident, wanted = resident, wanted + total - resident
-    if wanted > (free := free_memory()):  # otherwise Linux would kill this process silently
+    if wanted > (free := free_memory()):  # Without this error, Linux might kill the process silently.
         raise MemoryError(
             f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free. "
             f"To go on, {ADVICE}"
@@ -93,7 +100,10 @@ def blocks_of(model: Any) -> dict[str, HostBlock]:
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """Move a packed stack and its absmax tensors to host memory if ``plan`` chose its module. Return ``parameter``."""
+    """Move a packed stack and its absmax tensors to host memory, if ``plan`` chose its module for host memory.
+
+    Return ``parameter`` in both cases.
+    """
     block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
     if block is None:
         return parameter

@@ -1,6 +1,7 @@
 """Prefetch of packed experts: while one layer computes, the experts of the next layer are copied from host memory to the GPU.
 
-The copies run on a stream of their own, into two buffers per GPU. Each layer's experts are decoded from a buffer.
+The copies run on a separate CUDA stream. Each GPU has two buffers: while one layer's experts are decoded from one
+buffer, the next layer's experts are copied into the other buffer.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ gate = switch.gates["offload"]
 
 
 class Buffer:
-    """GPU memory, allocated on the copy stream, into which host blocks are copied."""
+    """GPU memory for a copy of one host block. It is allocated on the copy stream."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.arrived = host_memory.cuda.event()
         self.block: Reference | None = None
-        self.fingerprints: dict[int, Fingerprint] = {}  # HostBlock.fingerprints at the time of the copy
-        self.streams: dict[int, Any] = {}  # the streams that read the buffer since the copy, by handle
-        # ``views``: for each weight, the views of its packed, absmax and absmax2 in this buffer, or None for a tensor outside the
-        # block. The key contains the block, because a later block may have the same addresses.
+        self.fingerprints: dict[int, Fingerprint] = {}  # the block's ``fingerprints`` when it was copied
+        self.streams: dict[int, Any] = {}  # the streams that have read this copy, by handle
+        # For each weight, ``views`` has the buffer's views of the weight's packed, absmax and absmax2. A view is None
+        # if the block does not hold the tensor. The key contains the block, because a later block may have the same
+        # addresses.
         self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
 
     def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
-        """Return this buffer's views of a weight's packed, absmax and absmax2, and remember them in ``views``."""
+        """Return this buffer's views of a weight's packed, absmax and absmax2. Store the views in ``views`` too."""
         assert self.memory is not None and block.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
@@ -59,9 +61,9 @@ class Prefetcher:
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
         self.stream = host_memory.cuda.stream(device)
-        self.buffers = [Buffer(), Buffer()]  # the buffer that was read most recently comes first
-        # ``now`` is the block that was read most recently, and ``before`` the block before it. The references are weak, so that a
-        # block is freed with its tensors.
+        self.buffers = [Buffer(), Buffer()]  # The buffer that was read most recently comes first.
+        # ``now`` is the block that was read most recently, and ``before`` the block that was read before ``now``. Both
+        # are weak references, because a block must be freed together with its tensors.
         self.before: Reference = no_block
         self.now: Reference = no_block
         self.fetches = self.late = 0
@@ -69,11 +71,12 @@ class Prefetcher:
     def decode(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Call ``run`` with the weight's copy in a prefetch buffer. If no buffer holds the weight, copy its host block now.
+        """Call ``run`` with the weight's copy in a prefetch buffer. Return the result of ``run``.
 
-        A slice of a stack is not in any buffer, and is read directly from host memory.
+        If no buffer holds the weight, copy its host block now. A slice of a stack is never read from a buffer: ``run``
+        reads the slice from host memory.
         """
-        reference = weakref.ref(block)  # always the same object while the block lives
+        reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         with self.lock:
             if self.buffers[1].block is reference:
                 self.buffers.reverse()
@@ -86,7 +89,7 @@ class Prefetcher:
                     self.buffers.reverse()
                     buffer = self.buffers[0]
                 self.fetch(buffer, block, ahead=False)
-            if reference is not self.now:  # prefetch before the wait below, so that the copy starts at once
+            if reference is not self.now:  # Start the prefetch before ``wait_event``, so that the copy starts at once.
                 following = self.following(block)
                 if following is not None and self.buffers[1].block is not weakref.ref(following):
                     self.fetch(self.buffers[1], following, ahead=True)
@@ -102,7 +105,10 @@ class Prefetcher:
             return run(new(PackedWeight, (packed, absmax, absmax2, *weight[3:])))
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """Record that ``block`` is read now. Return the block that followed it last time, if any."""
+        """Record that ``block`` is read now. Return the block that probably comes next, or None.
+
+        This is the block that came next when ``block`` was last read after the same block as now.
+        """
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
@@ -111,14 +117,15 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Start the copy of a host block into a buffer. The copy stream first waits for all earlier reads of the buffer.
+        """Start the copy of a host block into a buffer. The copy waits until all earlier reads of the buffer are done.
 
         Args:
-            ahead: True for a prefetch, False if the caller needs the block now.
+            ahead: whether the copy is a prefetch. It is not if the caller needs the block now.
         """
         self.empty(buffer)
-        # The caller's stream may have written to the block, and the copy must include these writes. A prefetch need not
-        # wait for them: a write changes the fingerprint, so ``decode`` then copies the block again.
+        # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
+        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``decode`` then copies the block
+        # again.
         if not ahead:
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
         assert block.host is not None
@@ -134,7 +141,7 @@ class Prefetcher:
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
-        """Let the copy stream wait for all reads of the buffer, so that the buffer may be overwritten."""
+        """Mark the buffer as empty, and let the copy stream wait until all reads of the buffer are done."""
         buffer.block = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
@@ -154,9 +161,9 @@ prefetchers: dict[torch.device, Prefetcher] = {}
 
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
-    """Decode a packed weight, as ``dequantizer.of_state`` does.
+    """Decode a packed weight, as ``dequantizer.of_state`` does, but faster for a weight in host memory.
 
-    A weight in host memory is decoded from its copy in a prefetch buffer, unless its dense weight is in the cache.
+    If the weight cache has its dense weight, return that. Otherwise decode the weight's copy in a prefetch buffer.
     """
     block = None if modes_active() else blocks.get(packed.data_ptr(), no_block)()
     weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
@@ -174,9 +181,9 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes whenever packed, absmax or absmax2 do.
+    """Return a fingerprint that changes whenever packed, absmax or absmax2 is replaced or written to.
 
-    Return None if one of these tensors has no version counter.
+    Return None if one of the three is an inference tensor, which has no version counter.
     """
     packed, absmax, absmax2, *_ = weight
     try:
@@ -211,7 +218,7 @@ def free_buffers(device: torch.device) -> None:
 
 
 def follow(_config: Any) -> None:
-    """Free all buffers if ``offload`` is off. The switch calls this function at every change of the configuration."""
+    """Free all prefetch buffers if ``offload`` is off. ``switch`` calls this at every change of the configuration."""
     if not gate.on:
         for prefetcher in prefetchers.values():
             prefetcher.clear()

@@ -1,1 +1,1 @@
-"""The core: which library functions are replaced and when, and which calls fall back to the original. It imports no option."""
+"""The core replaces library functions, and decides which calls fall back to the original. It imports no option."""

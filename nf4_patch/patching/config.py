@@ -1,4 +1,4 @@
-"""The environment variables and the configuration that is read from them."""
+"""Read the configuration from environment variables and from the arguments of ``enable``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ VARIABLES = (
 
 
 def options_set() -> list[str]:
-    """Return "NAME=value" for each option that the environment sets to a value that is neither its default nor "off"."""
+    """Return "NAME=value" for each option that an environment variable switches on.
+
+    A variable that is set to the option's default or to "off" is left out.
+    """
     given = {v: os.environ.get(v.name, "").strip() for v in VARIABLES if v.option}
     asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
     return [f"{v.name}={given[v]}" for v in asks]
 
 
 def keeps_off(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the variables that keep the patch off, for example "NF4_PATCH=0". Return "" if there are none."""
+    """Return the variables that keep the patch off, for example "NF4_PATCH=0". Return "" if no variable does."""
     given = {name: environ.get(name, "").strip() for name in ("NF4_PATCH", "NF4_USE_TRITON")}
     return " and ".join(f"{name}={text}" for name, text in given.items() if not SWITCH.get(text.lower(), True))
 
 
 def unknown_variables() -> list[str]:
-    """Return a sentence for each NF4_PATCH_* variable in the environment that nf4_patch does not have."""
+    """Return a message for each environment variable NF4_PATCH_* that nf4_patch does not know."""
     names = [variable.name for variable in VARIABLES]
     unknown = sorted(name for name in os.environ if name.startswith("NF4_PATCH") and name not in names)
     meant = {name: difflib.get_close_matches(name, names, 1, 0.8) for name in unknown}
@@ -59,7 +62,7 @@ def rank() -> str:
 
 
 def is_worker() -> bool:
-    """Return whether multiprocessing started this process, as it starts DataLoader workers."""
+    """Return whether multiprocessing started this process. DataLoader workers are such processes."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.current_process().name != "MainProcess"
 
@@ -71,7 +74,8 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: str  # the result of ``keeps_off``
     strict: bool
-    options: Mapping[str, str | int]  # keys: those of OPTIONS. Values: "off", another allowed value, or a size in bytes
+    # The keys are those of OPTIONS. A value is "off", another allowed value such as "auto", or a size in bytes.
+    options: Mapping[str, str | int]
 
     @classmethod
     def read(
@@ -79,12 +83,13 @@ class Config:
     ) -> Config:
         """Return the configuration.
 
-        The value of an option is the first of these that is given: its argument, its value in ``before``, its variable.
+        If ``arguments`` has a value for an option, this value applies. Otherwise the option keeps its value in
+        ``before``. If there is no ``before``, the option's environment variable applies.
 
         Args:
             environ: the environment variables, ``os.environ`` by default.
-            before: the configuration that was in force before, if the patch is on.
-            arguments: options by name. None means not given.
+            before: the current configuration, or None if the patch is off.
+            arguments: the values of options, by the option's name. None means that no value is given.
 
         Raises:
             ConfigError: a variable or an argument has a value that is not allowed. The message lists the allowed values.

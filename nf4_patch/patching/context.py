@@ -8,30 +8,36 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-# is_compiling is False under torch.export(strict=False), which does not use Dynamo. Callers recognize such an export by
-# its dispatch mode.
+# is_compiling returns whether Dynamo traces. torch.export(strict=False) does not use Dynamo, so is_compiling returns
+# False during such an export. Callers recognize the export by its dispatch mode.
 is_compiling = torch.compiler.is_dynamo_compiling
-# Dequantizer checks is_jit_tracing only for new weights. Under torch.jit.trace shapes hold tensors, which match no remembered
-# launch, so every weight is new.
+# Dequantizer calls is_jit_tracing only if it has no launch for a weight. This is enough: under torch.jit.trace a shape
+# holds tensors, so no stored launch is ever found for the weight.
 is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack  # returns the number of modes; torch.set_default_device adds one
+# function_modes returns the number of active TorchFunctionModes. torch.set_default_device activates such a mode too.
+function_modes = torch._C._len_torch_function_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
-# plain_methods() skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
+# Inside ``with plain_methods()`` PyTorch does not call Params4bit's __torch_function__. That call would add 1.4 us to
+# each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
-# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 has no such function. Its
-# substitute always returns True, so that callers assume that there are hooks.
+# saved_tensors_hooks returns the innermost saved-tensor hooks, or None if there are none. PyTorch before 2.8 cannot
+# tell. The function used there always returns True, so callers assume that there are hooks.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
-PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes whose operators behave as usual and return plain tensors
-own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a class that has none
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # the classes of tensors that override no operator
+own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of classes that do not define it
 own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
 
 
 def returns_tensors(cls: type) -> bool:
-    """Return whether operators on this class return plain tensors, as for Tensor, nn.Parameter and Params4bit."""
+    """Return whether PyTorch's operators return plain tensors for inputs of this class.
+
+    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit. For a class with its own ``__torch_dispatch__`` or
+    ``__torch_function__`` they may not.
+    """
     if cls is torch.Tensor:
         return True
     if cls.__torch_dispatch__ is not own_dispatch:  # type: ignore[attr-defined]
@@ -41,9 +47,10 @@ def returns_tensors(cls: type) -> bool:
 
 
 def function_mode_active() -> bool:
-    """Return whether a TorchFunctionMode is active that is not part of PyTorch. Dynamo can trace this function.
+    """Return whether a TorchFunctionMode of the user or of another library is active.
 
-    PyTorch's own modes set the default device or record a graph, and both work with the op.
+    PyTorch's own modes do not count. They set the default device or record a graph, which does not conflict with
+    nf4_patch's custom op. Dynamo can trace this function.
     """
     return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
 
@@ -51,8 +58,8 @@ def function_mode_active() -> bool:
 class PlainFunction(torch.autograd.Function):
     """Base class of autograd functions that are never called under functorch transforms.
 
-    ``torch.autograd.Function.apply`` prepares each call for transforms in Python. Skipping this saves 4 of 9 us (2-core CPU
-    machine).
+    In each call, ``torch.autograd.Function.apply`` runs Python code that functorch transforms need. ``apply`` of this
+    class skips that code, which saves 4 of 9 us (2-core CPU machine).
     """
 
     @classmethod
@@ -63,7 +70,8 @@ class PlainFunction(torch.autograd.Function):
 def is_exporting() -> bool:
     """Return whether torch.export is active.
 
-    ``torch.compiler.is_exporting()`` is not used, because Dynamo in PyTorch 2.11 treats it as True in every graph.
+    This function replaces ``torch.compiler.is_exporting()``. Dynamo in PyTorch 2.11 treats that function as True in
+    every graph that it traces, also when it traces for torch.compile.
     """
     return torch.compiler._is_exporting_flag
 
@@ -71,24 +79,30 @@ def is_exporting() -> bool:
 if torch.__version__ < (2, 8):  # type: ignore[operator]
 
     def is_exporting() -> bool:
-        """Return whether torch.export is active, for PyTorch 2.6 and 2.7, which set no flag while Dynamo traces for an export."""
+        """Return whether torch.export is active.
+
+        This version is for PyTorch 2.6 and 2.7, which set no flag while Dynamo traces for an export. So the function
+        reads ``export`` from Dynamo's current tracer.
+        """
         if getattr(torch.compiler, "_is_exporting_flag", torch.compiler._is_compiling_flag):
             return True
         tracer = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
         return tracer is not None and tracer.export
 
-    # The mark tells Dynamo to call the function instead of tracing it. torch.compiler.assume_constant_result sets the same mark,
-    # but would import Dynamo here.
+    # This attribute tells Dynamo to call the function instead of tracing it. torch.compiler.assume_constant_result
+    # would set the attribute too, but would also import Dynamo.
     is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
-    """Make Dynamo run a function, and everything that it calls, without compiling it, if the caller runs eagerly.
+    """Tell Dynamo to compile neither a function nor anything that it calls, if the function's caller runs eagerly.
 
-    If Dynamo compiles the caller, it inlines and traces the function all the same. But on GPUs below sm_80, such as the
-    T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, and Dynamo would compile each
-    function that the frame calls. ``torch._dynamo.disable`` would add the cost of a wrapper to each call. PyTorch 2.6
-    has no way to skip a function without that cost, so there this function does nothing.
+    If Dynamo compiles the caller, it still traces the function as part of the caller.
+
+    This function is for GPUs below sm_80, such as the T4, where Inductor does not compile frames that use bf16. Such a
+    frame runs eagerly, and Dynamo would then compile each function that the frame calls. ``torch._dynamo.disable`` also
+    prevents this, but wraps the function, which makes each call slower. PyTorch 2.6 has nothing faster, so with PyTorch
+    2.6 this function does nothing.
     """
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
@@ -97,6 +111,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast makes the original function multiply in a dtype other than that of ``A``."""
+    """Return whether autocast is on with a dtype other than that of ``A``. The original matmul then casts ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

@@ -1,4 +1,4 @@
-"""Count hits and fallbacks per target, with the Reason of each fallback."""
+"""Count calls per target (a replaced library function): hits, and fallbacks by their Reason."""
 
 from __future__ import annotations
 
@@ -18,48 +18,56 @@ def warn_once(sentence: str) -> None:
 
 
 class FallbackError(RuntimeError):
-    """With NF4_PATCH_STRICT=1, a 4-bit weight would have fallen back to the original function."""
+    """NF4_PATCH_STRICT=1 is set, and a call with a 4-bit weight would have fallen back to the original function."""
 
 
 class HitCounter:
-    """Number of kernel launches for one target, weight shape, dtype and kernel."""
+    """Count the kernel launches for one combination of target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()  # addresses of the packed weights
-        self.hits = 0  # ``+= 1`` makes no call, so CPython does not switch threads in the middle of it
+        self.hits = 0  # ``hits += 1`` needs no lock: it makes no call, so CPython does not switch threads within it.
 
 
 class Counters:
-    """All hits and fallbacks of the process. Calls inside a compiled graph are not counted.
+    """Count all hits and fallbacks of the process, except for calls inside a compiled graph.
 
-    Iterate over copies of the dictionaries, ``list(...)``, because other threads may add entries.
+    Other threads may add entries at any time. So iterate over a copy of a dictionary: ``list(...)``.
     """
 
     def __init__(self) -> None:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
-        self.errors: dict[str, int] = {}  # how often each kernel failure or internal error occurred, by message
+        self.errors: dict[str, int] = {}  # the count of each kernel failure and internal error, by message
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
-        """Return the counter of a target, weight shape and dtype. ``kernel`` names the kernel if it is not the dequantization."""
+        """Return the HitCounter of a target, weight shape, dtype and kernel.
+
+        Args:
+            kernel: the name of the kernel, or "" for the dequantization kernel.
+        """
         return self.hit_counters.setdefault((target, tuple(shape), dtype.removeprefix("torch."), kernel), HitCounter())
 
     def hits(self, target: str) -> int:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
-        """Count a fallback. Log a warning if it is the target's first fallback for this Reason.
+        """Count a fallback. If the Reason is not expected (``Reason.is_expected``), also report the fallback.
 
-        A Reason that is expected (``Reason.is_expected``) is only counted.
+        The report is a warning at the target's first fallback for this Reason, or an error if ``strict`` is True.
+
+        Args:
+            strict: whether NF4_PATCH_STRICT=1 is set.
+            detail: the message of a kernel failure or internal error.
 
         Raises:
-            FallbackError: in strict mode, if the Reason is not expected.
+            FallbackError: ``strict`` is True, and the Reason is not expected.
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
-        # At most 100 messages are stored, because messages that contain addresses differ each time.
+        # Some messages contain addresses and differ each time, so the number of stored messages is limited.
         if detail and (detail in self.errors or len(self.errors) < 100):
             self.errors[detail] = self.errors.get(detail, 0) + 1
         if reason.is_expected:
@@ -73,7 +81,7 @@ class Counters:
             logger.warning("nf4_patch: %s. Further calls are only counted, see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
-        """Set all counts to zero. The HitCounter objects stay in use, because launches refer to them."""
+        """Set all counts to zero. Keep the HitCounter objects, because launches hold references to them."""
         for counter in list(self.hit_counters.values()):
             counter.hits = 0
         self.fallbacks.clear()

@@ -1,4 +1,4 @@
-"""Dequantize a packed weight with the kernel, or return the Reason why the original has to run."""
+"""Dequantize a packed weight with the kernel, or return the Reason why the original function has to run instead."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .replacement import Fallbacks, Function, replacement_of
 
 
 def has_gradient(packed: Tensor) -> bool:
-    """Return whether the packed weight requires a gradient and gradients are enabled. Packed weights of integer dtype never do."""
+    """Return whether autograd would compute a gradient of the packed weight. For an integer dtype it never does."""
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-# PASSED_ON lists functions that only pass the dequantized weight on to their caller, by module.
+# Each function in PASSED_ON only returns the dequantized weight to its own caller. The keys are the functions' modules.
 PASSED_ON = {
     "unsloth.kernels.utils": "fast_dequantize",
     "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
@@ -46,12 +46,15 @@ PASSED_ON = {
 
 
 def is_called_by(module: str) -> bool:
-    """Return whether code of ``module`` called the replaced library function. For use in ``Dequantizer.of_state`` only.
+    """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
-    ``module`` is the start of a module's name, "unsloth." for example. A function in PASSED_ON only passes the weight
-    on. If the library function was called by such a function, the caller of that function is checked instead.
+    If the caller is a function in PASSED_ON, the caller of that function is checked instead. Only
+    ``Dequantizer.of_state`` may call this function, because the caller is found by its distance on the call stack.
+
+    Args:
+        module: the start of a module's name, for example "unsloth.".
     """
-    try:  # frame 1 is of_state, 2 the adapter, 3 the replacement, 4 its caller
+    try:  # Frame 1 is of_state, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
         frame: FrameType | None = sys._getframe(4)
     except ValueError:  # no Python code called the replacement
         return False
@@ -64,28 +67,32 @@ def is_called_by(module: str) -> bool:
 
 
 class Reader:
-    """The part of the weight cache that ``Dequantizer`` uses. This base class caches nothing.
+    """Interface of the weight cache for ``Dequantizer``. This base class caches nothing.
 
-    The core does not import the cache. When cache/store.py is imported, it replaces the global ``reader`` with the
-    cache.
+    The core, which contains ``Dequantizer``, must not import the weight cache. So the weight cache (cache/store.py)
+    replaces the global ``reader`` when it is imported.
     """
 
-    on = False  # while False, ``read`` is not called
+    on = False  # ``Dequantizer`` calls ``read`` only while this is True.
 
     def read(self, weight: PackedWeight, decode: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
-        """Return the cached dense weight, which must not be written to, or None if the caller has to decode the weight."""
+        """Return the cached dense weight, or None if the caller has to decode the weight.
+
+        The caller must not write to the cached weight.
+        """
 
 
 reader = Reader()
 
 
 class Dequantizer:
-    """Dequantizes weights for one target, and counts its hits.
+    """Dequantize weights for one target (a replaced library function), and count its hits.
 
     Args:
         target: the target's name.
-        readers: start of the names of modules that only read the result, such as "unsloth.". Callers in other modules get a new
-            tensor, never a cached one. With "", callers are not checked, and the argument ``only_read`` alone decides.
+        readers: the modules that only read the result, given as the start of their names, such as "unsloth.". Only
+            callers in these modules may get a cached tensor. All other callers get a new tensor. With "", callers are
+            not checked, and only the argument ``only_read`` of a call decides.
     """
 
     def __init__(self, target: str, readers: str = ""):
@@ -96,7 +103,10 @@ class Dequantizer:
     def of_state(
         self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """Dequantize the packed weight of a QuantState: call ``run``, or ``trace`` for a tensor subclass inside torch.compile."""
+        """Dequantize a packed weight that has a bitsandbytes QuantState. The other arguments are those of ``run``.
+
+        For a tensor subclass inside torch.compile this method calls ``trace``, and otherwise ``run``.
+        """
         fields = fields_of(packed, state)
         if type(fields) is Reason:
             return fields
@@ -113,16 +123,17 @@ class Dequantizer:
         if plain:
             with plain_methods():
                 return self.run(weight, out, into_buffer, only_read)
-        # while torch.compile traces, a tensor may be a FakeTensor
+        # While torch.compile traces, the tensor subclass may be FakeTensor, which ``trace`` supports.
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
-        """Dequantize inside a region that torch.compile traces, by calling the op.
+        """Dequantize by calling the custom op, while torch.compile traces the caller.
 
-        The op's fake implementation checks the guards.
+        The guards are checked by the op's fake implementation.
 
         Raises:
-            ValueError: the Reason is CPU_PACKING. Dynamo then breaks the graph and runs the call eagerly, or raises an error.
+            ValueError: the weight is in the packing for the CPU (CPU_PACKING). Dynamo then breaks the graph and runs
+                the call eagerly, or raises an error.
         """
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
@@ -137,7 +148,7 @@ class Dequantizer:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        # The op's fake implementation checks this too. It is checked here so that a graph for the CPU has no call of the op.
+        # The op's fake implementation checks the device too. This earlier check keeps the op out of graphs for the CPU.
         if not runtime.runs_on(packed):
             return Reason.NOT_CUDA
         return op.dequantize(*fields)
@@ -147,12 +158,13 @@ class Dequantizer:
     ) -> Tensor | Reason:
         """Return the dequantized weight, or the Reason why the kernel cannot run.
 
-        An unchanged weight reuses the launch of its previous call.
+        If the weight has not changed since an earlier call, its launch is reused.
 
         Args:
-            out: tensor to fill and return. For a transposed weight, its transpose is returned.
-            into_buffer: allow a result in the shared buffer, which the next such call overwrites.
-            only_read: the caller does not write to the result, so that a cached tensor may be returned.
+            out: the tensor to fill. ``out`` is returned, or its transpose if the packed bytes are transposed.
+            into_buffer: whether the result may be in the shared buffer, which the next call with ``into_buffer``
+                overwrites.
+            only_read: whether the caller only reads the result. If so, the result may be a cached tensor.
         """
         if function_modes() and function_mode_active():
             return Reason.FUNCTION_MODE
@@ -168,7 +180,7 @@ class Dequantizer:
         try:
             launch = weight.memo().launch
             counter = launch.counters[self]
-        except (AttributeError, KeyError, TypeError, RuntimeError):  # weight new to this target, or field not hashable
+        except (AttributeError, KeyError, TypeError, RuntimeError):  # no launch for this target, or an unhashable field
             launch = None
         if launch is None:
             launch = self.resolve(weight)
@@ -195,7 +207,7 @@ class Dequantizer:
         return guards.why_not(weight, out=out)
 
     def resolve(self, weight: PackedWeight) -> launches.Launch | Reason:
-        """Check the guards and build the weight's launch, or return the Reason why the kernel cannot run."""
+        """Check the guards and build the weight's launch. If the kernel cannot run, return the Reason."""
         reason = self.why_not(weight)
         if reason is not None:
             return reason
@@ -209,14 +221,14 @@ class Dequantizer:
 
     def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
-        # Copied bytes, such as those of the chosen experts of a stack, have no parameter as owner, and are not counted
-        # as a weight.
+        # Only parameters count as weights. If the packed bytes are a copy, for example of the chosen experts of a
+        # stack, their owner is no parameter.
         if isinstance(weight.owner(), torch.nn.Parameter):
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
     def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
-        """Dequantize by calling the op, so that dispatch modes see the call. Hits are not counted."""
+        """Dequantize by calling the custom op, so that active dispatch modes see the call. Count no hit."""
         if is_exporting():
             return Reason.EXPORTING
         reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
@@ -224,15 +236,17 @@ class Dequantizer:
 
 
 def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
-    """Return a decorator for adapters. An adapter maps a library function's arguments to those of ``of_state``.
+    """Return a decorator that makes replacements for library functions from adapters.
 
-    The decorator turns an adapter into a factory: a function that makes the replacement of a library function. Rows in
-    targets.py name the factory in ``replace``. The replacement calls ``adapter(serve, *arguments)`` with its own
-    arguments. ``serve`` is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``. The adapter
-    returns the result of ``serve``, or a Reason.
+    An adapter is a function ``adapter(serve, *arguments)``. It gets the arguments of the library function, calls
+    ``serve`` with the arguments of ``Dequantizer.of_state``, and returns the result of ``serve`` or a Reason. ``serve``
+    is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``.
+
+    The decorated adapter is a factory: given a target and the original function, it returns the replacement, which
+    calls the adapter. The field ``replace`` of a row in targets.py names the factory.
 
     Args:
-        readers: see Dequantizer.
+        readers: the argument ``readers`` of ``Dequantizer``.
     """
 
     def make(adapter: Function, target: Any, original: Function) -> Function:

@@ -1,4 +1,4 @@
-"""The public function ``dequantize_nf4``. It raises an error instead of falling back."""
+"""The public function ``dequantize_nf4``. It raises an error where a replacement would fall back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
         packed = PackedWeight(*fields)
         found = f": {guards.describe(packed)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING, Reason.FUNCTION_MODE):
-            # TENSOR_SUBCLASS is ignored, because tensors are FakeTensors during an export
+            # During an export all tensors are FakeTensors, so the guard TENSOR_SUBCLASS must not refuse subclasses.
             reason = guards.why_not(packed, out=out, ignore=(Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
             if reason is None:
                 return by_formula(packed, out)
@@ -54,7 +54,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
 
 
 def by_formula(weight: PackedWeight, out: Tensor | None) -> Tensor:
-    """Dequantize with PyTorch operators, into ``out`` if it is given."""
+    """Dequantize with PyTorch operators instead of the kernel. Fill ``out`` if it is given."""
     dense = reference.dense(weight)
     result = dense if out is None else out.copy_(dense)
     return result.t() if weight.transposed() else result

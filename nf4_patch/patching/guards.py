@@ -17,7 +17,7 @@ from .reasons import Reason
 
 
 def describe(weight: PackedWeight) -> str:
-    """Describe a weight for an error message: dtypes, shapes, device and blocksize."""
+    """Return a description of a weight for an error message: dtypes, shapes, device and blocksize."""
 
     def shape(field: Any) -> str:
         return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
@@ -70,9 +70,9 @@ def _too_old(weight: PackedWeight) -> bool:
 
 
 def _not_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor's memory is not simply its values in order.
+    """Return whether the kernel would read wrong values from the tensor's memory.
 
-    This is so for a sparse or non-contiguous tensor, and for a negative or conjugate view.
+    This is the case for a sparse or non-contiguous tensor, and for a negative or conjugate view.
     """
     if is_compiling():  # Dynamo cannot trace the other checks
         return not tensor.is_contiguous()
@@ -80,16 +80,17 @@ def _not_plain(tensor: Tensor) -> bool:
 
 
 def _subclass(weight: PackedWeight) -> bool:
-    """Return whether the packed weight or a scale is a tensor subclass with its own dispatch.
+    """Return whether a tensor of the weight is a subclass that overrides PyTorch's operators.
 
-    For the packed weight only ``__torch_dispatch__`` is checked, because ``Dequantizer.of_state`` has already checked its
-    ``__torch_function__``.
+    For the packed bytes only ``__torch_dispatch__`` is checked here. Their ``__torch_function__`` was checked by
+    ``Dequantizer.of_state``.
     """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
 
 
-# GUARDS are checked in this order. The first guard that returns True gives the Reason. Later guards rely on earlier guards.
+# The guards are checked in this order, and the first guard that returns True decides the Reason. The order matters: a
+# guard may assume that all guards before it returned False.
 GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
     (Reason.ROCM, lambda weight: torch.version.hip is not None),
@@ -107,11 +108,14 @@ GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
 
 
 def why_not(weight: PackedWeight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
-    """Return the first Reason why the kernels cannot run on this weight, or None. No tensor's contents are read.
+    """Return the first Reason why the kernels do not support this weight, or None if they do.
+
+    The check reads no values of tensors, only their properties.
 
     Args:
-        out: the tensor that a dequantization would fill. It must be contiguous and have the weight's shape, dtype and device.
-        ignore: Reasons that are not checked.
+        out: the tensor to fill. The kernel supports it if it is contiguous and has the weight's shape, dtype and
+        device.
+        ignore: the Reasons whose guards are skipped.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):

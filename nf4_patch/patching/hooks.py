@@ -1,4 +1,8 @@
-"""Turn the patch on and off. Each target is installed now, or when its module is imported."""
+"""Turn the patch on and off.
+
+A target is a library function to replace. If its module is not imported yet, it is replaced when the module is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,12 @@ Given = str | int | None  # value of an option as the user passes it
 
 lock = new_lock()
 _hooked = False  # whether the import hooks are registered
-_blocks: list[list[Config | None]] = []  # one per entered ``with`` block: the configuration from before the block
+# For each active ``with`` block, ``_blocks`` has a list with the configuration from before the block.
+_blocks: list[list[Config | None]] = []
 
 
 def enable(**options: Given) -> bool:
-    """Replace every target, now or when its module is imported. See :func:`nf4_patch.enable`."""
+    """Turn the patch on with these options. See :func:`nf4_patch.enable`."""
     for sentence in unknown_variables():
         warn_once(sentence)
     with lock:
@@ -42,7 +47,7 @@ def enable(**options: Given) -> bool:
 
 
 def put_in_force(config: Config | None) -> None:
-    """Turn the patch on with ``config``, or off if ``config`` is None. The environment is not read."""
+    """Turn the patch on with ``config``, or off if ``config`` is None. Environment variables are not read again."""
     global _hooked
     with lock:
         if any(map(is_of_an_earlier_import, TARGETS)):
@@ -67,13 +72,16 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
-    """Turn every replacement off, and put the originals back where no other library has replaced or wrapped ours."""
+    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped ours."""
     put_in_force(None)
 
 
 @contextmanager
 def block(**options: Given) -> Iterator[None]:
-    """Turn the patch on inside a ``with`` block. Blocks may overlap, also in several threads. See :func:`nf4_patch.enabled`."""
+    """Turn the patch on inside a ``with`` block. See :func:`nf4_patch.enabled`.
+
+    Several threads may be in such blocks at the same time, and a block may end before a block that was entered later.
+    """
     before: list[Config | None] = []
     try:
         with lock:
@@ -83,11 +91,11 @@ def block(**options: Given) -> Iterator[None]:
         yield
     finally:
         with lock:
-            # no place is found if an interrupt came before the block was entered
+            # If an interrupt came before ``_blocks.append``, this list is empty and the loop does nothing.
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
-                # A block that was entered later is still active, so its configuration stays. It restores ``before`` at
-                # its end.
+                # If a block that was entered later is still active, its configuration stays in force. The next such
+                # block restores ``before`` when it ends.
                 if place < len(_blocks):
                     _blocks[place][:] = before
                 else:
@@ -95,17 +103,17 @@ def block(**options: Given) -> Iterator[None]:
 
 
 def hook(target: Target) -> None:
-    """Install the target now if its module is imported already, otherwise as soon as the module is imported."""
+    """Install the target now if its module is already imported, and otherwise when the module is imported."""
     wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
 
 
 class Halfway(ModuleSpec):
     """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    Python sets ``_initializing`` to False at the end of an import, even if the import failed. Before that, the module
-    may lack the function or may still redefine it. For example, transformers.integrations.bitsandbytes first imports
-    bitsandbytes, which may turn the patch on (NF4_PATCH=1). At that time transformers.integrations.bitsandbytes has not
-    defined any class yet.
+    While a module is being imported, it may not have defined the target yet, or may redefine it later. For example,
+    transformers.integrations.bitsandbytes imports bitsandbytes before it defines any class. With NF4_PATCH=1 this
+    import of bitsandbytes turns the patch on, too early for targets in transformers.integrations.bitsandbytes. The spec
+    notices the end of an import because Python then sets ``_initializing`` to False, even if the import failed.
     """
 
     _initializing: bool
@@ -119,15 +127,16 @@ class Halfway(ModuleSpec):
 
 
 def is_halfway(module: ModuleType) -> bool:
-    """Return whether the module is being imported. If it is, its targets are installed when the import ends."""
+    """Return whether the module is being imported. If it is, arrange that its targets are installed afterwards."""
     spec: Any = getattr(module, "__spec__", None)
     if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
         spec.__class__ = Halfway
-    return isinstance(spec, Halfway) and spec._initializing  # an import in another thread may have ended meanwhile
+    # Read ``_initializing`` again, because the import may run in another thread and may have ended by now.
+    return isinstance(spec, Halfway) and spec._initializing
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
-    """Install the target. This is a post-import hook, so it never raises."""
+    """Install the target. An error is logged and not raised, because it would make the user's import fail."""
     try:
         with lock:
             if (switch.on or target.permanent) and not any(
@@ -142,5 +151,5 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
 
 @functools.cache
 def _log_once(sentence: str) -> None:
-    """Log the exception that is being handled. The same sentence is logged only once."""
+    """Log ``sentence`` with the traceback of the current exception. Log each sentence only once."""
     logger.exception(sentence)

@@ -1,4 +1,4 @@
-"""Launches of the dequantization kernel. The arguments of a launch are worked out once per weight and remembered."""
+"""Launch the dequantization kernel. The arguments of a launch are computed once, at a weight's first use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from . import compilation
 
 
 class Launch:
-    """The launch of the kernel on one weight, with the compiled kernel, addresses and sizes looked up once.
+    """A reusable launch of the kernel on one weight: the compiled kernel with all arguments except the output.
 
-    A launch holds plain integers and keeps no tensor alive. It is valid as long as the weight's fingerprint (addresses,
-    sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
+    A launch stores addresses as integers and keeps no tensor of the weight alive. It is valid as long as the weight's
+    fingerprint (addresses, sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
 
     Args:
-        weight: on a CUDA device, of any rank, 4-byte aligned. If the packed bytes are transposed, so is the result.
+        weight: a weight of any rank on a CUDA device, whose packed bytes are 4-byte aligned. If the packed bytes are
+            transposed, the launch returns the transposed dense weight.
 
     Raises:
-        KernelUnavailable: for the Reason NO_STORAGE, MISALIGNED or GRAPH_CAPTURE, or raised by compilation.kernel_for.
+        KernelUnavailable: a tensor's memory is freed (NO_STORAGE), the packed bytes are not aligned (MISALIGNED), a
+            CUDA graph is being captured (GRAPH_CAPTURE), or ``compilation.kernel_for`` raised the error.
     """
 
     def __init__(self, weight: PackedWeight):
@@ -46,7 +48,7 @@ class Launch:
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
         self.counters: dict[Any, Any] = {}  # hit counters, by target
-        self.view: torch.Tensor | None = None  # view of the device's shared buffer in the result's shape
+        self.view: torch.Tensor | None = None  # ``into_buffer`` sets this view of the shared buffer
 
     def accepts(self, out: Any) -> bool:
         """Return whether the kernel can write to ``out``.
@@ -60,10 +62,14 @@ class Launch:
         return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
     def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Dequantize into a new tensor, transposed if the packed bytes are, or fill and return ``out``.
+        """Dequantize into ``out`` and return it. Without ``out``, return a new tensor.
+
+        If the packed bytes are transposed, the new tensor is the transposed dense weight. The memory of ``out`` is
+        always filled in the row-major order of the dense weight.
 
         Args:
-            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
+            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. This method
+                checks none of these conditions.
         """
         device = self.device
         if current_device() != device:
@@ -75,19 +81,23 @@ class Launch:
         return out
 
     def dense(self) -> torch.Tensor:
-        """Dequantize into a new tensor that is never transposed."""
+        """Dequantize into a new tensor of the weight's shape, even if the packed bytes are transposed."""
         result = self.run()
         return result.t() if self.transposed else result
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill ``out``, for which ``accepts`` returned True. Return it, transposed if the packed bytes are."""
+        """Dequantize into ``out``, for which ``accepts`` must have returned True.
+
+        Return ``out``, or its transpose if the packed bytes are transposed.
+        """
         self.run(out)
         return out.t() if self.transposed else out
 
     def into_buffer(self) -> torch.Tensor:
-        """Dequantize into a shared buffer that the next call may overwrite.
+        """Dequantize into the device's shared buffer, which the next call may overwrite.
 
-        On a stream other than the default stream, dequantize into a new tensor instead.
+        Calls on different streams could overwrite the buffer too early. So on every stream except the default stream,
+        this method dequantizes into a new tensor.
         """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
@@ -101,20 +111,21 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
 def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Return the device's shared buffer, with at least n elements.
+    """Return the device's shared buffer for this dtype. If it has fewer than n elements, enlarge it first.
 
-    The buffer grows in place, so the views that launches hold move to the new memory. No view keeps the old memory alive.
+    Launches hold views of the buffer. Enlarging resizes the storage that the views share, so every view then points to
+    the new memory, and no view keeps the old memory alive.
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
-        # no inference tensor, because training may write to a buffer that generation allocated
+        # The buffer must not be an inference tensor: training may write to a buffer that generation allocated.
         with torch.inference_mode(False), runtime.on_device(device):
             if buffer is None:
                 buffer = empty_strided_cuda((0,), (1,), dtype)
             storage = buffer.untyped_storage()
             before = storage.nbytes()
             try:
-                storage.resize_(0)  # frees the old memory before the larger one is allocated
+                storage.resize_(0)  # this frees the old memory before the larger memory is allocated
                 storage.resize_(n * dtype.itemsize)
             except BaseException:  # out of memory, or an interrupt
                 storage.resize_(before)
@@ -124,9 +135,10 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """Return the launch of a weight. The launch is made at the weight's first use.
+    """Return the launch of a weight. Build it at the weight's first use.
 
-    The guards, which check whether the kernel supports a weight, must have passed. ``weight.shape`` must be a tuple.
+    The guards (guards.py) must have found that the kernel supports the weight. ``weight.shape`` must be a tuple,
+    because it is part of the key under which the launch is stored.
     """
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
@@ -134,10 +146,10 @@ def remembered(weight: PackedWeight) -> Launch:
 
 
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on a weight. Return a new tensor of ``weight.shape``, or ``out``, filled.
+    """Dequantize a weight with the kernel into ``out`` and return it. Without ``out``, return a new tensor.
 
-    The guards must have passed, as for ``remembered``.
-    Packed bytes that are not 4-byte aligned, and an ``out`` that is not 16-byte aligned, go through an aligned copy.
+    The guards (guards.py) must have found that the kernel supports the weight. The kernel needs packed bytes that are
+    4-byte aligned and an ``out`` that is 16-byte aligned. If one of them is not, this function uses an aligned copy.
     """
     if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())

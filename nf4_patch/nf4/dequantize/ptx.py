@@ -1,32 +1,36 @@
 """Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups, which span one or two quantization blocks. A block has only 16
-possible values, so each lane multiplies and rounds ONE of them. When the half warp spans two blocks, each lane computes
-two values and keeps them in the two halves of a register. Every element is then a single shuffle of a rounded value.
-On sm_75 that is 6 instructions per element fewer than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups. These groups lie in one or two quantization blocks. An element
+of a block has one of 16 values: a table entry times the block's scale. Lane i computes and rounds the value of entry i.
+If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To decode an
+element, a lane then only shuffles: it reads the value from the lane whose number is the element's nibble. On sm_75 this
+takes 6 instructions per element fewer than multiplying and rounding each element.
 """
 
 from __future__ import annotations
 
 import functools
 
-SEGMENT = "0x101f"  # shfl.idx within 16 lanes. The index wraps at 4 bits, so a nibble needs no mask.
+# This operand restricts shfl.idx to 16 lanes. shfl.idx then reads only the low 4 bits of the index, so the bits above a
+# nibble need no mask.
+SEGMENT = "0x101f"
 EVERY_LANE = "0xffffffff"
-SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632  # prmt selectors of both low halves and of both high halves
+# With these selectors, prmt joins the low halves or the high halves of two registers.
+SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632
 
 
 def shift_of(element: int) -> int:
-    """Return the number of bits to the right of an element's nibble in its 32-bit word.
+    """Return the right shift that moves an element's nibble to the low bits of its 32-bit word.
 
-    The first element is the high nibble of the lowest byte.
+    Element 0 is the high nibble of the lowest byte, and element 1 is the low nibble of that byte.
     """
     return 8 * (element // 2) + 4 * (1 - element % 2)
 
 
 def _round_bf16(source: str, target: str) -> list[str]:
-    """Round fp32 to bf16, to nearest even, into the high half of ``target``.
+    """Return PTX that rounds an fp32 register to bf16, to nearest even. The result is the high half of ``target``.
 
-    Integer instructions do the rounding, because sm_75 has no conversion to bf16.
+    The PTX rounds with integer instructions, because sm_75 has no instruction that converts to bf16.
     """
     return [
         f"mov.b32 {target}, {source};",
@@ -40,7 +44,7 @@ def _round_bf16(source: str, target: str) -> list[str]:
 
 
 def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str]:
-    """Round two fp32 registers to 16 bits and pack them into ``p``."""
+    """Return PTX that rounds two fp32 registers to ``dtype`` and packs both results into the register ``p``."""
     if has_packed_convert:
         return [f"cvt.rn.{dtype}x2.f32 p, {high}, {low};"]
     if dtype == "f16":
@@ -52,16 +56,20 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 
 @functools.cache
 def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
-    """Return PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
+    """Return PTX that decodes ``elements`` nibbles per lane, and the constraint string of its operands.
 
-    The operands are first the outputs, elements * itemsize / 4 registers. Four inputs follow: the nibbles in the low bits (r),
-    the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt selector of the lane's block (r).
+    The output operands come first: elements * itemsize / 4 registers of 32 bits. The four input operands follow:
+        r: the lane's nibbles, in the low bits
+        f: the lane's entry of the 16-entry table
+        f: the scale of the lane's quantization block
+        r: SELECT_LOW if the lane's groups lie in the first block, SELECT_HIGH if they lie in the second
 
     Args:
         dtype: "f16", "bf16" or "f32".
-        elements: nibbles per lane, 2, 4 or 8.
-        blocks: quantization blocks per 16 lanes: 1, or 2 (16-bit dtypes only), of which the second starts at lane 8.
-        has_packed_convert: the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
+        elements: nibbles per lane: 2, 4 or 8.
+        blocks: quantization blocks per 16 lanes: 1 or 2. With 2, which only 16-bit dtypes support, the second block
+            starts at lane 8.
+        has_packed_convert: whether the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
     """
     outputs = elements if dtype == "f32" else elements // 2
     nibbles, entry, scale, select = (f"${outputs + i}" for i in range(4))
@@ -88,6 +96,6 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
         else:
             lines += shuffle("e0", 2 * output) + shuffle("e1", 2 * output + 1)
             lines.append(f"prmt.b32 ${output}, e0, e1, {select};")
-    # The & is needed because inputs are read after outputs are written.
+    # The & marks outputs that are written before all inputs are read, so they must not share a register with an input.
     constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])
     return "{\n" + "\n".join(lines) + "\n}", constraints

@@ -1,4 +1,4 @@
-"""The reference formula in plain torch. Tests and the first use of each kernel compare with it."""
+"""The reference formula in plain PyTorch. Each kernel is compared with it in tests and at its first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 def flush(x: torch.Tensor, enabled: bool) -> torch.Tensor:
-    """Flush fp32 subnormals to zeros of the same sign, like a CUDA library built with --use_fast_math."""
+    """If enabled, replace fp32 subnormals by zeros of the same sign, as CUDA code built with --use_fast_math does."""
     return torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x) if enabled else x
 
 
@@ -20,7 +20,10 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 
 
 def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
-    """Return the fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), rounded twice."""
+    """Return the fp32 scale of every block, [blocks].
+
+    For a nested weight this is fp32(code2[absmax] * absmax2) + fp32(offset). The product and the sum are each rounded.
+    """
     if not weight.nested():
         return weight.absmax
     assert weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None
@@ -35,8 +38,8 @@ def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.T
     Every rounding is to nearest even.
 
     Args:
-        flush_subnormals: treat fp32 subnormals as zeros, like bitsandbytes' CUDA library, built with --use_fast_math.
-            By default True for a weight on CUDA. bitsandbytes' CPU library does not flush.
+        flush_subnormals: whether fp32 subnormals count as zeros. By default they do for a weight on CUDA, because
+            bitsandbytes' CUDA library is built with --use_fast_math. bitsandbytes' CPU library keeps subnormals.
 
     Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.
     """
@@ -47,7 +50,7 @@ def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.T
     scales = block_scales(weight, flush_subnormals).repeat_interleave(weight.blocksize)[: weight.numel()]
     code = code_of(weight.quant_type, weight.packed.device)
     if flush_subnormals:
-        # FP4's nibble 8 becomes minus zero, as in bitsandbytes' CUDA tables. In the code tensor it is plus zero.
+        # In FP4, nibble 8 means minus zero in bitsandbytes' CUDA tables, but plus zero in the code tensor.
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
     return values.to(weight.dtype).reshape(tuple(weight.shape))
