@@ -22,8 +22,8 @@ UNSLOTH_MODULE = "unsloth.kernels.utils"
 def patch(on: bool, **options: Any) -> Iterator[None]:
     """Turn the patch on or off for a block, and restore the previous state afterwards.
 
-    ``options`` are those of ``nf4_patch.enable``. bitsandbytes is imported before the patch is turned off, because with
-    NF4_PATCH=1 a later import would patch it. The kernel would then be compared with itself.
+    ``options`` are those of ``nf4_patch.enable``. With the patch off, bitsandbytes is unpatched, even if NF4_PATCH=1
+    patched it during its import. So no tool compares the kernel with itself.
     """
     import bitsandbytes.functional  # noqa: F401
 
