@@ -27,7 +27,7 @@ UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
 }
-SMALLEST = 10**6  # a smaller size must have a unit, because a small plain number is probably not meant in bytes
+SMALLEST = 10**6  # a smaller number must have a unit, because it is probably not meant in bytes
 
 
 def size_of(text: str) -> int | None:
@@ -60,7 +60,8 @@ class Variable:
     default: str
     meaning: str
     size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
-    option: bool = False  # True if the variable is an option, which has no effect while the patch is off
+    # True if the variable changes how the patch works, and so has no effect while the patch is off
+    option: bool = False
 
     @property
     def argument(self) -> str:

@@ -36,7 +36,7 @@ class Installed:
     an original function and its replacement.
 
     A target can have several pairs: if another library puts its own function at the target's name, other modules may
-    still hold the first original. The last pair is the current pair. Its original is the function that the latest
+    still hold the first original. The last pair is the current pair. It belongs to the function that the latest
     ``enable()`` found at the target's name.
     """
 
@@ -160,7 +160,10 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_of_an_earlier_import(target: Target) -> bool:
-    """Return whether the target's function is a replacement that an earlier import of this package made."""
+    """Return whether the target's function is a replacement that an earlier import of this package made.
+
+    Such a replacement is found if the package was imported a second time.
+    """
     function = get_attr(*target.holder(sys.modules.get(target.module)))
     return is_ours(function) and function.__nf4_patch__[1] is not Target
 

@@ -10,7 +10,7 @@ from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 Parameters = tuple[str, ...]  # the parameter names of a function in one release
-ANY: tuple[Parameters, ...] = ()  # for functions written in C, whose parameters cannot be read
+ANY: tuple[Parameters, ...] = ()  # stands for the parameters of a function written in C, which cannot be read
 ALWAYS = "always"  # an ``option`` that is never off
 
 
@@ -31,7 +31,7 @@ class Target:
             replacement stays in place when the patch is turned off, because models with packed experts still need it.
         or_option: a second option. The replacement is used if one of the two options is on.
         unless: the name of an attribute. If the function's module has this attribute, the row is skipped.
-        after: a module. The row is installed when this module is imported, and not when the function's own module is.
+        after: a module. The row is installed when this module is imported, instead of the function's own module.
         uncounted: for a function whose calls are not counted as hits, the note that ``status()`` shows.
         patch_copies: also replace the function in modules that imported it by name.
     """

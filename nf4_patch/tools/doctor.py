@@ -1,4 +1,4 @@
-"""``nf4-patch doctor``: check which targets would be patched on this machine, and explain limits and failures."""
+"""``nf4-patch doctor``: check which targets would be patched on this machine, and why others would not be."""
 
 from __future__ import annotations
 

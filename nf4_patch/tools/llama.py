@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # only annotations need torch here, so importing this module does not import it
+if TYPE_CHECKING:  # only annotations need it, so an import of this module does not import torch
     import torch
 
 
