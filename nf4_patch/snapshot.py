@@ -1,4 +1,7 @@
-"""``nf4_patch.status()``: patched targets, hits, and fallbacks with their reasons, as data and as text."""
+"""``nf4_patch.status()``: the patched targets, with their hits and fallbacks, as data and as text.
+
+A hit is a call that the replacement handled. A fallback is a call that ran the original, for a Reason.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Status:
     """Snapshot of the patch in this process."""
 
     enabled: bool
-    targets: tuple[TargetStatus, ...]  # also this package's functions that were called, such as ``dequantize_nf4``
+    targets: tuple[TargetStatus, ...]  # includes functions of this package that were called, such as ``dequantize_nf4``
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # full messages of kernel failures
     cache: CacheStatus = field(default_factory=CacheStatus)
@@ -49,7 +52,7 @@ class Status:
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
     matmul: dict[str, str] = field(
         default_factory=dict
-    )  # outcome and times of each measurement of the fused matmul, by the size of x and the weight
+    )  # result and times of each measurement of the fused matmul, by the sizes of x and the weight
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property
@@ -58,7 +61,7 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        """Return the number of fallbacks that cost speed. Fallbacks for an expected Reason count only in ``TargetStatus``."""
+        """Return the number of fallbacks that cost speed. Expected ones are counted only in ``TargetStatus``."""
         every = (item for target in self.targets for item in target.fallbacks.items())
         return sum(count for name, count in every if not Reason[name].is_expected)
 
@@ -85,7 +88,7 @@ class Status:
 
 
 def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
-    """Return the targets to list, and one line that counts all others ("" if there are none).
+    """Return the targets that a printed status lists, and one line that counts all others ("" if there are none).
 
     List uncalled targets only if nothing was called, because most models do not use all targets.
     """
@@ -105,7 +108,7 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
 def waited_for(status: TargetStatus) -> str:
     """Return the library that still has to be imported before the target is patched.
 
-    If the library is imported already, return its module with the function, which is then the part that is missing.
+    If the library is imported already, return the target's module instead, because only that module is missing.
     """
     target = next(target for target in TARGETS if target.name == status.name)
     return target.module if target.library in sys.modules else target.library

@@ -1,4 +1,4 @@
-"""The version, in a module without imports, so that every module may import it."""
+"""The version of nf4_patch. This module imports no other module of the package, so every module may import it."""
 
 __version__ = "0.1.0"
 

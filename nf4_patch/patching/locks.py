@@ -1,4 +1,7 @@
-"""Locks that are free in a forked child process, where the thread that held them does not exist."""
+"""Locks that a fork releases in the child process.
+
+The child has only the thread that forked. A lock that another thread held would never be released there.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """Return an RLock that is released in a forked child.
+    """Return an RLock that is free in a forked child, even if another thread held it during the fork.
 
-    If another thread held the lock during the fork, the data that it protects may be inconsistent in the child.
+    In that case, the data that the lock protects may be inconsistent in the child.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -22,7 +25,7 @@ def new_lock() -> Any:
 
 def _free() -> None:
     for lock in list(_locks):
-        # A lock of the forking thread is left alone, because this thread lives on in the child and will release it.
+        # A lock that the forking thread holds stays locked. That thread continues in the child, and releases the lock.
         if not lock._is_owned():
             lock._at_fork_reinit()
 

@@ -1,4 +1,7 @@
-"""Detect hooks and replaced forwards of a module. They would not run if the class's forward were called directly."""
+"""Detect whether a module has hooks or a replaced ``forward``.
+
+Code that computes a module's forward without calling the module would skip them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # Py
 
 
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
-    """Return whether a call of the module runs anything else than its class's forward and the hooks in ``known``.
+    """Return whether a call of ``module`` runs other code than the ``forward`` of its class and the hooks in ``known``.
 
-    accelerate's hook that only moves inputs is ignored. Every module of a model that is spread over several GPUs has that hook.
+    A hook of accelerate that only moves inputs to another device does not count. Every module of a model that is spread
+    over several GPUs has such a hook.
     """
     own = vars(module)
     for kind in HOOKS:
@@ -37,7 +41,7 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
 
 
 def is_written_in(module: Any, function: Any) -> bool:
-    """Return whether a function is defined in ``module``. PyTorch's decorators around it are ignored."""
+    """Return whether ``function``, without PyTorch's decorators around it, is defined in ``module``."""
     while getattr(function, "__globals__", None) is vars(torch_decorators):
         function = function.__wrapped__
     return getattr(function, "__globals__", None) is vars(module)

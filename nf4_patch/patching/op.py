@@ -1,7 +1,9 @@
-"""The op ``nf4_patch::dequantize_nf4``, which torch.compile and dispatch modes see. Eager calls bypass it.
+"""The op ``nf4_patch::dequantize_nf4``, which dequantizes under torch.compile and under dispatch modes.
 
-The fake implementation checks the guards, so that Dynamo does not trace them. This saves 10 of 28 ms per weight (2-core CPU
-machine, torch 2.13). For an unsupported weight, the fake returns a bool tensor whose length is the index of the Reason.
+Other eager calls do not use the op. The op's fake implementation, which runs during a trace, checks whether the kernel
+supports the weight. So Dynamo does not trace the checks in guards.py, which saves 10 of 28 ms per weight (2-core CPU
+machine, torch 2.13). For an unsupported weight, the fake implementation returns a bool tensor whose length encodes the
+Reason: it is the Reason's index in REASONS.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from .reasons import Reason
 
 FORMULA = "nf4_patch: a compiled graph dequantizes with slow PyTorch operators instead of the kernel: "
 REASONS = tuple(Reason)
-# For the Reasons in COMPUTABLE, PyTorch operators can still dequantize. Such a Reason can occur although the guards passed during
-# the trace, for example if the graph runs on another machine.
+# For the Reasons in COMPUTABLE, the kernel cannot run, but PyTorch operators can dequantize the weight. A compiled
+# graph needs them if such a Reason occurs only after the trace, for example because the graph runs on another machine.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
-# The op's arguments are the fields of a PackedWeight. The op is not made with ``torch.library.custom_op``, which would add an
-# Autograd kernel in Python that the packed weight does not need. A call would take 17 us instead of 6 us (2-core CPU machine,
-# torch 2.13).
+# The op's arguments are the fields of a PackedWeight. ``torch.library.custom_op`` is not used, because it would add an
+# autograd kernel in Python. A packed weight needs none, as it has no gradient. With custom_op, a call would take 17 us
+# instead of 6 us (2-core CPU machine, torch 2.13).
 SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor? absmax2, Tensor? code2, Tensor? offset, "
     "SymInt blocksize, SymInt blocksize2, SymInt[] shape, ScalarType dtype, str quant_type) -> Tensor"
@@ -43,10 +45,10 @@ def given(*fields: Any) -> PackedWeight:
 def kernel(*fields: Any) -> Tensor:
     """Dequantize into a new tensor of the weight's ``shape``.
 
-    If the kernel cannot run, PyTorch operators dequantize, because a graph cannot fall back to the original function.
+    If the kernel cannot run, use PyTorch operators, because a compiled graph cannot fall back to the original function.
 
     Raises:
-        ValueError: PyTorch operators cannot dequantize the weight either.
+        ValueError: neither the kernel nor PyTorch operators can dequantize the weight.
     """
     weight = given(*fields)
     memo = weight.memo()
@@ -69,7 +71,8 @@ def kernel(*fields: Any) -> Tensor:
 def fake(*fields: Any) -> Tensor:
     """Return an empty result of the op, or a bool tensor that encodes the Reason why the weight is not supported."""
     weight = given(*fields)
-    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))  # ignored, because every tensor is a FakeTensor
+    # TENSOR_SUBCLASS is ignored, because in a fake implementation every tensor is a FakeTensor.
+    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))
     if reason is not None:
         return weight.packed.new_empty(REASONS.index(reason), dtype=torch.bool)
     return weight.packed.new_empty(weight.shape, dtype=weight.dtype)
@@ -85,10 +88,11 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload must 
 def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: Any, *plain: Any) -> Tensor | Reason:
     """Call the op on the fields of a PackedWeight. Return the dense weight, or the Reason why it is not supported.
 
-    The result is transposed if the packed bytes are. Dynamo can trace this function.
+    If the packed bytes are transposed (their shape is [1, bytes]), the result is transposed too. Dynamo can trace this
+    function.
     """
-    # A QuantState may hold values that the op's schema does not accept. Their Reasons are returned here, without
-    # calling the op.
+    # A QuantState may hold values that the op's schema does not accept, so that a call of the op would raise an error.
+    # For such a value, the Reason is returned here.
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):
         return Reason.QUANT_TYPE

@@ -1,6 +1,7 @@
-"""Environment variables, and options: variables that are arguments of ``enable`` too.
+"""The types of environment variables and options. An option is a variable that is also an argument of ``enable``.
 
-Each option is defined in the module ``option`` of its folder, which imports only this module and ``target`` from the package.
+Each option has a folder of its own, with a module ``option`` that defines the option. When that module is imported, it
+imports only this module and ``target`` from nf4_patch.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from .target import Target
 
 
 class ConfigError(ValueError):
-    """A variable or an argument has a value that is not allowed."""
+    """An environment variable or an argument of ``enable`` has a value that is not allowed."""
 
 
 SWITCH = {"0": False, "1": True, "false": False, "true": True, "no": False, "yes": True, "off": False, "on": True}
 UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
 UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
-# A single letter is binary, as in Docker, Slurm and coreutils. GB is decimal, as in accelerate's max_memory.
+# A single letter is a binary unit (6G is 6 GiB), as in Docker, Slurm and coreutils. GB is decimal, as in accelerate's
+# max_memory.
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
 }
-SMALLEST = 10**6  # a smaller number without a unit raises an error, because it is probably not meant in bytes
+SMALLEST = 10**6  # a smaller number must have a unit, because it is probably not meant in bytes
 
 
 def size_of(text: str) -> int | None:
-    """Return the bytes of a size such as "6GiB", "6G", "6.5 GB" or "6442450944", or None if the text is not a size."""
+    """Return the bytes of a size such as "6GiB", "6G", "6.5 GB" or "6442450944". Return None for any other text."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in ("", *SPELLINGS):
         return None
@@ -54,10 +56,12 @@ class Variable:
 
     name: str
     allowed: tuple[str, ...]
-    default: str  # value of an unset or empty variable; "" if no allowed value means the same as an unset variable
+    # the value that an unset or empty variable stands for; "" if it stands for none of the allowed values
+    default: str
     meaning: str
     size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
-    option: bool = False  # True if the variable changes how the patch works, so it does nothing while the patch is off
+    # True if the variable changes how the patch works, and so has no effect while the patch is off
+    option: bool = False
 
     @property
     def argument(self) -> str:
@@ -65,12 +69,12 @@ class Variable:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Return the allowed values in words, for pages and error messages."""
+        """Return the allowed values in words, for the docs and for error messages."""
         size = "a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"
         return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
     def parse(self, name: str, given: Any) -> Any:
-        """Return the value that ``given`` means: an allowed value, or a size in bytes.
+        """Return the value that the user's ``given`` means: one of the allowed values, or a size in bytes.
 
         Args:
             name: the name of the argument or variable, for error messages.
@@ -102,9 +106,11 @@ class Option(Variable):
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
     targets: tuple[Target, ...] = ()
-    report: Callable[[str | int], Any] | None = None  # makes the option's field of ``Status`` from the option's value
+    # takes the option's current value, and returns the option's field of ``Status``
+    report: Callable[[str | int], Any] | None = None
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
 
 
-# OPTIONS holds each option by its argument of ``enable``. nf4_patch/options.py fills it during the import of the package.
+# OPTIONS maps the name of an argument of ``enable`` to its option. nf4_patch/options.py fills OPTIONS when the package
+# is imported.
 OPTIONS: dict[str, Option] = {}

@@ -1,4 +1,4 @@
-"""Put replacements in place and take them out again, also when other libraries replace or wrap the same functions."""
+"""Put replacements in place and take them out again, even if other libraries replace or wrap the same functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .state import State
 from .target import ANY, Target
 
 ABSENT = object()
-HELD: Any = vars(ModuleType)["__dict__"]  # reads a module's globals without running code of a module subclass
+# HELD reads a module's globals. Unlike vars(), it runs no code of a subclass of ModuleType.
+HELD: Any = vars(ModuleType)["__dict__"]
 Place = tuple[Any, str]  # a module, class or dict, and a name in it
 
 
@@ -29,18 +30,21 @@ class Pair(NamedTuple):
 
 @dataclass
 class Installed:
-    """The state of a target after the import of its module: its replacements and where they are, or why there is none.
+    """A target's replacements and their places, or the reason why the target cannot be replaced.
 
-    A place is a module, class or dict, and a name in it. A pair is an original and its replacement. There can be
-    several pairs, because another library may put its own function at the target's name, while other modules still hold
-    the first original. The last pair is the current one, which belongs to the function that the latest ``enable()``
-    found at the target's name.
+    It is created once the target's module is imported. A place is a module, class or dict, and a name in it. A pair is
+    an original function and its replacement.
+
+    A target can have several pairs: if another library puts its own function at the target's name, other modules may
+    still hold the first original. The last pair is the current pair. It belongs to the function that the latest
+    ``enable()`` found at the target's name.
     """
 
     target: Target
     pairs: list[Pair] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    swapped: bool | None = None  # ``on`` of the latest ``swap``; None if that was interrupted or a pair was added since
+    # the argument ``on`` of the latest ``swap``; None if that swap was interrupted, or if a pair was added after it
+    swapped: bool | None = None
     refused: Any = ABSENT  # the function that cannot be replaced
     refusal: str = ""  # why it cannot be replaced
 
@@ -53,7 +57,7 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """Return the function that the target's name holds now. Look up the module anew, because it may have been reloaded."""
+        """Return the function at the target's name now. Look up the module again, because it may have been reloaded."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
@@ -93,19 +97,24 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Add a pair for each function inside the wrapper ``function`` that other modules still hold.
+        """Add pairs for the functions that ``function`` wraps, if other modules still hold them.
 
-        Those modules imported the inner function by name before another library wrapped it.
+        A module holds such a function if it imported the function by name before another library wrapped it.
         """
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):
                 self.pairs.insert(0, Pair(function, self.target.make(function)))
 
     def swap(self, on: bool) -> None:
-        """Put the replacements in all places and copies, or put the originals back."""
+        """Put the replacements in all places if ``on`` is True, else put the originals back.
+
+        With ``patch_copies``, the places include the copies of the function in other modules.
+        """
         current = self.current()
         if self.swapped is on and not any(current is pair[not on] for pair in self.pairs):
-            return  # already done; saves 30 ms for a target with patch_copies (2-core CPU machine, 3,700 modules)
+            # Nothing is left to swap. Returning saves 30 ms for a target with patch_copies (2-core CPU machine, 3,700
+            # modules).
+            return
         self.swapped = None
         if self.target.patch_copies:
             functions = [function for pair in self.pairs for function in pair]
@@ -124,7 +133,7 @@ installed: dict[str, Installed] = {}
 
 
 def install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Make the target's replacement. Put the replacement in place if ``wanted`` is True, which means that its option is on."""
+    """Make the target's replacement. Put it in place if ``wanted`` is True, which means that its option is on."""
     place = target.holder(module)
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
@@ -135,7 +144,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
         entry.use(pair, place)
     else:
         original = current
-        while is_ours(original):  # another library kept an earlier replacement and put it back
+        while is_ours(original):  # another library put back an earlier replacement that it had kept
             original = original.__wrapped__
         if why := refusal_of(target, original):
             entry.refuse(current, why)
@@ -151,7 +160,10 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_of_an_earlier_import(target: Target) -> bool:
-    """Return whether the target's function is a replacement that was made before this package was imported a second time."""
+    """Return whether the target's function is a replacement that an earlier import of this package made.
+
+    Such a replacement is found if the package was imported a second time.
+    """
     function = get_attr(*target.holder(sys.modules.get(target.module)))
     return is_ours(function) and function.__nf4_patch__[1] is not Target
 
@@ -164,8 +176,8 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 def put(holder: Any, name: str, function: Any) -> None:
     """Set ``name`` in a module, dict or class to ``function``.
 
-    In a class, a static method stays static. If a base class holds ``function`` under this name, the name is deleted
-    from the class instead, so that the class inherits the function again.
+    In a class, a static method stays static. If a class would inherit ``function`` under this name, the name is deleted
+    from the class instead of being set.
     """
     if isinstance(holder, dict):
         holder[name] = function
@@ -176,7 +188,10 @@ def put(holder: Any, name: str, function: Any) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """Return whether this package made the function, in this import or an earlier one (importlib.reload, IPython's autoreload)."""
+    """Return whether ``function`` is a replacement that this package made.
+
+    An earlier import of this package counts too (importlib.reload, IPython's autoreload).
+    """
     mark = getattr(function, "__nf4_patch__", None)
     return isinstance(mark, tuple) and mark[0] is function
 
@@ -197,10 +212,10 @@ def refusal_of(target: Target, function: Any) -> str:
 
 
 def copies(target: Target, functions: list[Any]) -> list[Place]:
-    """Return every module global that holds one of ``functions``.
+    """Return the module globals that hold one of ``functions``.
 
-    Outside of the target's library, only globals with the target's own name are returned. A module that holds a copy under
-    another name does so on purpose, for example to compare with the original.
+    In the modules of other libraries, only globals with the function's own name are returned. A module that gives its
+    copy another name does so on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
     wanted = set(map(id, functions))
@@ -215,8 +230,11 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
 
 
 def is_wrapped_by(pair: Pair, function: Any) -> bool:
-    """Return whether ``function`` is the replacement, or reaches it through the objects that ``held_by`` yields."""
-    seen = {id(pair.original): pair.original}  # keeps the objects alive, so that no id is reused
+    """Return whether ``function`` is the pair's replacement, or a wrapper that may call it.
+
+    The replacement is searched for among the objects that ``held_by`` yields for the wrapper, and among theirs.
+    """
+    seen = {id(pair.original): pair.original}  # ``seen`` keeps the objects alive, so that no id is reused
     waiting = [function]
     for current in waiting:
         if current is pair.replacement:

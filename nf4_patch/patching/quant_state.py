@@ -15,9 +15,10 @@ new: Any = tuple.__new__
 
 
 def fields_of(packed: Tensor, state: Any) -> Any:
-    """Return the fields of a PackedWeight as a tuple, or the Reason why there is none. Dynamo can trace this function."""
+    """Return the fields of a PackedWeight as a tuple, or the Reason why ``state`` has none. Dynamo can trace this."""
     try:
-        # not getattr, because for a missing attribute Dynamo would trace QuantState.__getattr__ and add guards for it
+        # This line does not use getattr. If the attribute is missing, getattr would make Dynamo trace
+        # QuantState.__getattr__ and add guards for it.
         if state.__dict__.get("packing_format_for_cpu"):
             return Reason.CPU_PACKING
         if not state.nested:
@@ -31,12 +32,12 @@ def fields_of(packed: Tensor, state: Any) -> Any:
             packed, state.absmax, second.absmax, second.code, state.offset,
             state.blocksize, second.blocksize, state.shape, state.dtype, state.quant_type,
         )  # fmt: skip
-    except AttributeError:  # means that the state lacks a field, because nothing else can raise it above
+    except AttributeError:  # the state lacks a field; nothing else above raises an AttributeError
         return Reason.STATE_FIELDS if hasattr(state, "quant_type") else Reason.NOT_4BIT
 
 
 def weight_of(packed: Tensor, state: Any) -> Any:
-    """Return the PackedWeight, or the Reason why it cannot be made from the state."""
+    """Return the PackedWeight of the packed bytes and their QuantState, or the Reason why it cannot be made."""
     fields = fields_of(packed, state)
     return fields if type(fields) is Reason else new(PackedWeight, fields)
 
@@ -44,7 +45,7 @@ def weight_of(packed: Tensor, state: Any) -> Any:
 def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
     """Return CPU_PACKING if ``reason`` is STATE_FIELDS and the weight is packed for the CPU, else ``reason``.
 
-    bitsandbytes' packing for the CPU is recognized by its absmax: bf16, of shape [K / blocksize, N].
+    When bitsandbytes packs a weight [N, K] for the CPU, absmax becomes a bf16 tensor of shape [K / blocksize, N].
     """
     repacked = reason is Reason.STATE_FIELDS and isinstance(absmax, Tensor) and absmax.dim() == 2
     return Reason.CPU_PACKING if repacked and absmax.dtype is torch.bfloat16 else reason

@@ -126,7 +126,8 @@ class Reason(enum.Enum):
         return self in EXPECTED
 
 
-# For these Reasons the original would compute wrong numbers, so functions that dequantize raise an error instead.
+# For these Reasons, the original would compute wrong numbers. So replacements that dequantize raise an error instead
+# of falling back.
 WRONG_IN_THE_ORIGINAL = {Reason.CPU_PACKING}
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,

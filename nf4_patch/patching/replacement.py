@@ -1,6 +1,7 @@
-"""Replacements of library functions. A replacement tries an adapter first and falls back to the original.
+"""Make the replacements of library functions.
 
-``replacement_of`` makes all replacements. A fallback calls the original with the caller's own arguments.
+A replacement first tries code of nf4_patch, its ``attempt``. If the attempt fails or returns a Reason, the replacement
+falls back to the original, which gets the caller's own arguments. ``replacement_of`` makes all replacements.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ gates = switch.gates
 
 
 class Fallbacks:
-    """Count the fallbacks of one target by Reason. ``details`` holds the latest error message of a Reason."""
+    """Count the fallbacks of one target by Reason. ``details`` holds the latest error message for each Reason."""
 
     def __init__(self, target: str):
         self.target = target
         self.details: dict[Reason, str] = {}
 
     def unavailable(self, error: KernelUnavailable) -> Reason:
-        """Return the Reason of an error that a launch raised."""
+        """Return the Reason for an error that a kernel launch raised."""
         reason = Reason[error.reason]
         if reason is Reason.KERNEL_FAILED:
             self.details[reason] = str(error)
         return reason
 
     def failed(self, error: Exception) -> Reason:
-        """Log an error of nf4_patch and return its Reason, so that the original runs and the training goes on.
+        """Log an error in nf4_patch's code and return its Reason, so that the original runs and training goes on.
 
         Raises:
-            Exception: ``error`` itself, in strict mode or if it means out of memory.
+            Exception: ``error`` itself, in strict mode or if it is an out-of-memory error.
         """
         if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-            return Reason.ARGUMENTS  # wrong arguments, for which the original raises a clearer error
+            return Reason.ARGUMENTS  # the caller's arguments are wrong, and the original raises a clearer error
         if switch.strict or is_out_of_memory(error):
             raise error
         message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
@@ -53,7 +54,7 @@ class Fallbacks:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
 
     def refuse(self, reason: Reason) -> NoReturn:
-        """Count a fallback and raise instead of running the original, which would compute wrong numbers.
+        """Count a fallback, but raise an error. The original does not run, because it would compute wrong numbers.
 
         Raises:
             ValueError: always.
@@ -80,17 +81,17 @@ def replacement_of(
     target: Any, original: Function, fallbacks: Fallbacks, attempt: Function, traced: Function | None = None,
     is_body: bool = False, refuses: bool = False,
 ) -> Function:  # fmt: skip
-    """Return a function that tries ``attempt`` while the target's option is on, and otherwise calls the original.
+    """Return a replacement that tries ``attempt`` while the target's option is on, and otherwise calls the original.
 
     Args:
-        attempt: gets the original's arguments. It returns the result, or the Reason why the original has to run. It may also
-            return a tuple (function, *arguments), which is called outside of the ``try`` block. So errors of that call reach
-            the caller, but an error of ``attempt`` itself is logged and the original runs.
-        traced: used instead of ``attempt`` while Dynamo traces. Nothing is caught or counted there. None: Dynamo traces the
-            original.
-        is_body: the original is the body of an op, or calls an op. Dynamo then must not compile the replacement either,
-            because it would compile the original as a graph of its own.
-        refuses: raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL, instead of running the original.
+        attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run. If
+            ``attempt`` raises an error, the error is logged and the original runs. ``attempt`` may also return a tuple
+            (function, *arguments). The replacement then calls this function, and its errors reach the caller.
+        traced: used instead of ``attempt`` while Dynamo traces. Its errors are not caught, and nothing is counted. None
+            means that Dynamo traces the original.
+        is_body: True if the original is the body of an op, or calls an op. Dynamo then does not compile the replacement
+            either, because it would compile the original as a separate graph.
+        refuses: if True, raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
     """
     option, other = target.option, target.or_option or target.option
 
@@ -99,7 +100,8 @@ def replacement_of(
             fallbacks.refuse(why)
         fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 
-    # The closure holds only functions and strings, because PyTorch 2.8's Dynamo breaks the graph at a closure with other objects.
+    # The closure of ``replacement`` holds only functions and strings. At a closure with other objects, PyTorch 2.8's
+    # Dynamo would break the graph.
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -128,14 +130,17 @@ def replacement_of(
 
 
 def instead(function: Function) -> Function:
-    """Turn a function into an ``attempt`` for ``replacement_of``. Its errors reach the caller. Its calls are not counted."""
+    """Return an ``attempt`` that calls ``function`` instead of the original.
+
+    Errors of ``function`` reach the caller. Its calls are not counted.
+    """
     return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
 
 
 def around(function: Function) -> Function:
-    """Return a factory for the ``replace`` field of a row in targets.py.
+    """Return a factory of replacements, which the field ``replace`` of a ``Target`` can name.
 
-    The replacement calls ``function(original, *arguments)``.
+    A replacement that the factory makes calls ``function(original, *arguments)``.
     """
 
     def make(target: Any, original: Function) -> Function:

@@ -10,13 +10,13 @@ class State(str, enum.Enum):  # Python 3.11's StrEnum, for 3.10 as well
 
     PATCHED = "patched"
     WRAPPED = "wrapped"  # another library wrapped the replacement and calls it
-    DISPLACED = "displaced"  # another library put its own function in place, which does not call the replacement
+    DISPLACED = "displaced"  # another library put a function in place that does not call the replacement
     INACTIVE = "inactive"  # the target's option is off
-    REFUSED = "refused"  # the function cannot be replaced, because its parameters differ for example
+    REFUSED = "refused"  # the function cannot be replaced, for example because its parameters are not supported
     WAITING = "waiting"  # the module is not imported
     ABSENT = "absent"  # this release of the library does not have the function
     OFF = "off"  # the patch is off
-    OWN = "own"  # not a target but a function of this package, such as ``dequantize_nf4``
+    OWN = "own"  # not a target: a function of this package that users call, such as ``dequantize_nf4``
 
     def __str__(self) -> str:
         return str(self.value)

@@ -19,8 +19,8 @@ class Gate:
 class Switch(Gate):
     """The state of the patch, with one gate per option.
 
-    Code that depends on the configuration registers with ``follow`` and is called at every change. So this module does not have
-    to import that code, or torch.
+    Code that depends on the configuration registers a function with ``follow``. The function is called at every change.
+    So this module imports neither that code nor torch.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Switch(Gate):
         return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:
-        """Return the current value of an option, "off" while the patch is off."""
+        """Return the current value of an option, or "off" while the patch is off."""
         return "off" if self.config is None else self.config.options[option]
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:

@@ -1,4 +1,4 @@
-"""The table of all replaced functions, one row per function. The rows of an option are in the option's folder."""
+"""The table of all replaced functions, one row per function. Rows that need an option are defined in its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .target import LINEAR_4BIT, TESTED_OP, Target
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
 
-# Positional arguments, in order: function, releases, tested, parameters, replace, covers.
+# The positional arguments of each row are function, releases, tested, parameters, replace and covers.
 TARGETS: list[Target] = [
     Target(
         "bitsandbytes.functional:dequantize_4bit", ">= 0.43", TESTED_BITSANDBYTES,

@@ -1,1 +1,1 @@
-"""The commands of ``nf4-patch``: doctor, verify and run. Each returns a report, which cli.py prints."""
+"""The commands of ``nf4-patch``: doctor, verify and run. doctor and verify return a report, which cli.py prints."""

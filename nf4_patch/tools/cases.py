@@ -10,7 +10,8 @@ import torch
 
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 
-# SHAPES give whole and partial CTAs, partial last blocks, odd element counts, rows that no blocksize divides, and ranks 1 to 3.
+# SHAPES cover whole and partial CTAs, partial last blocks, odd element counts, rows whose length is a multiple of no
+# blocksize, and ranks 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
 MATRIX, RAGGED = (256, 192), (65, 42)
 LAYOUTS, TRANSPOSED, STORAGE, OFFSETS = "shapes x blocksizes", "transposed", "storage dtypes", "offset dtypes"
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield all cases. For each output dtype, they cover every property that affects the kernel or its launch."""
+    """Yield all cases. For each output dtype, the cases cover all properties that affect the kernel or its launch."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)
@@ -47,10 +48,10 @@ def every_case() -> Iterator[Case]:
 
 
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """Quantize a random weight, scaled like a transformer's, with bitsandbytes. Return the packed weight and its QuantState.
+    """Quantize a random weight with bitsandbytes, and return the packed weight and its QuantState.
 
-    In an FP4 weight, the first and the last packed byte are set to the codes of minus zero and zero, because a random
-    weight may not contain them.
+    The random values are as large as those of a transformer's weight. FP4 has a minus zero, which a random weight may
+    not contain. So the first and the last packed byte of an FP4 weight are set to the codes of minus zero and zero.
     """
     import bitsandbytes.functional as F
 

@@ -1,11 +1,12 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
-Each command is a click.Command of this module. It declares its options and calls a module of the same name. That module is
-imported only for the call, so that ``nf4-patch --help`` does not import torch. The called module uses neither click nor the
-console. It returns a ``report.Report`` and shows its progress with a ``report.Progress``.
+Each command is a click.Command in this module. The command declares its options, and calls the module of the same name,
+which does the work. That module is imported only when the command runs, so that ``nf4-patch --help`` does not import
+torch. The imported module uses neither click nor the console. It returns a ``report.Report``, and shows its progress by
+calling a ``report.Progress``.
 
-This module prints the report and exits with the report's code. Every command automatically gets the option ``--json FILE``,
-with which this module writes the report to a file. Wrong usage raises ``click.UsageError``. A task that is impossible on this
+This module prints the report and exits with the report's exit code. It adds the option ``--json FILE`` to every
+command, and writes the report to that file. Wrong usage raises ``click.UsageError``. A task that is impossible on this
 machine raises ``report.NotAvailable``.
 """
 
@@ -67,7 +68,7 @@ def remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | N
 
 
 class ProgressLine:
-    """A report.Progress on stderr. A terminal shows one line that is overwritten; a file gets a line for each new text."""
+    """A report.Progress on stderr. On a terminal, it overwrites a single line. In a file, each new text gets a line."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -100,11 +101,11 @@ def finish(ctx: click.Context, report: Any) -> None:
     ctx.obj.clear()
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
-        # The provenance is added unless the report is a benchmark's, which has it under "machine".
+        # A benchmark's report already has its provenance under "machine". All other reports get it here.
         output.write_json(file, data if "machine" in data else data | provenance_data())
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # print "?" for a character that the encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # prints "?" for a character that the encoding lacks
     for text in report.render():
         print(wrapped(text) if terminal and "\n" not in text else text, flush=True)
     sys.exit(report.exit_code)
@@ -141,7 +142,7 @@ def verify(tell: Progress) -> Report:
 ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.rank0.json, r.rank1.json, ..."
 
 
-# Everything after the first word of COMMAND belongs to COMMAND, including options, as with ``python``.
+# Options after the first word of COMMAND belong to COMMAND and not to ``nf4-patch run``, as with ``python``.
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, as in python -m.")
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as in python -c.")

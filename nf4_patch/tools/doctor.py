@@ -1,4 +1,4 @@
-"""``nf4-patch doctor``: which targets would be patched on this machine, what limits them, and why others are not."""
+"""``nf4-patch doctor``: check which targets would be patched on this machine, and why others would not be."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TAKE_FP16 = (
     'bf16 and 4 bits: use enable(lora="fused") and fp16=True there'
 )
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
-BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
+BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are only counted, not listed
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
-FAST = (8, 0)  # lowest compute capability of GPUs that are so fast that in short steps they wait for Python
+FAST = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
 SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # TRL switches gradient checkpointing on
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
@@ -52,8 +52,8 @@ class Gpu:
     gibibytes: float
     advice: str = ""
     failures: list[str] = field(default_factory=list)  # why this GPU runs the original
-    kernels: dict[str, str] = field(default_factory=dict)  # KernelEntry.launch_path of the kernel, by output dtype
-    fused_matmul: str = "never"  # when the fused matmul runs on this GPU, in words
+    kernels: dict[str, str] = field(default_factory=dict)  # KernelEntry.launch_path of the kernel for each output dtype
+    fused_matmul: str = "never"  # a phrase that says when the fused matmul runs on this GPU
 
     @property
     def sm(self) -> str:
@@ -82,7 +82,10 @@ class DoctorReport(Report):
     verbose: bool = False  # show every target and kernel
 
     def problems(self) -> list[str]:
-        """Return why calls would run the original. The list is empty if the kernel would run for every installed target."""
+        """Return the reasons why calls would run the original.
+
+        The list is empty if the kernel would run for every installed target.
+        """
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         failing = [gpu for gpu in self.gpus if gpu.failures]
@@ -139,7 +142,7 @@ class DoctorReport(Report):
 
 
 def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False) -> DoctorReport:
-    """Look at the machine, compile the kernels, enable the patch and disable it again.
+    """Examine the machine: compile the kernels, enable the patch, look at the targets, and disable the patch again.
 
     Args:
         unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only Unsloth's release is checked.
@@ -164,11 +167,12 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 def lines_to_type(
     releases: dict[str, str], unsloth_keeps: bool, capabilities: Sequence[tuple[int, int]]
 ) -> dict[str, str]:
-    """Return the line to type for each installed training library.
+    """Return the line of code that the user should type, for each installed training library.
 
     Args:
-        unsloth_keeps: whether Unsloth's layers keep Unsloth's own kernel.
-        capabilities: compute capability of each GPU. CUDA graphs help a fast GPU, which waits for Python. A T4 does not wait.
+        unsloth_keeps: whether Unsloth's layers run Unsloth's own kernel instead of nf4_patch's.
+        capabilities: compute capability of each GPU. CUDA graphs are suggested only for a GPU that is so fast that it
+            waits for Python. A T4 does not wait.
     """
 
     def has(name: str, condition: str) -> bool:
@@ -240,7 +244,10 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
-    """Import the libraries and enable the patch for a moment. Return each target's state, and what limits the targets."""
+    """Import the libraries and enable the patch for a moment.
+
+    Return the status of each target, and sentences about calls that would not get faster.
+    """
     # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
@@ -265,7 +272,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
-    """Return the status that a target would have in a training on this machine. Its note says why.
+    """Return the status that a target would have in a training run on this machine. The status's note says why.
 
     Args:
         release: the installed release of the target's library, or "".
@@ -296,7 +303,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:
-    """Return sentences that say which calls of a target keep Unsloth's own kernel, and what to do about it."""
+    """Return sentences that say which calls of a target still run Unsloth's own kernel, and what to do about it."""
     if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter

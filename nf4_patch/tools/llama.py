@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # `nf4-patch --help` lists MODELS without importing torch
+if TYPE_CHECKING:  # only annotations need it, so an import of this module does not import torch
     import torch
 
 
 class Shape(NamedTuple):
-    """The shape of a Llama, with the field names of transformers' LlamaConfig."""
+    """The sizes of a Llama model, with the field names of transformers' LlamaConfig."""
 
     hidden_size: int
     intermediate_size: int
@@ -20,8 +20,7 @@ class Shape(NamedTuple):
     max_position_embeddings: int = 2048
 
 
-# MODELS are Llama 3.2 1B, Llama 3.1 8B and 70B, and Qwen 2.5 7B. The numbers are hidden size, intermediate size, layers, heads,
-# key/value heads, vocabulary and positions.
+# MODELS holds the sizes of Llama 3.2 1B, Llama 3.1 8B, Qwen 2.5 7B and Llama 3.1 70B, in the order of Shape's fields.
 MODELS = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
@@ -32,7 +31,7 @@ LLAMA_8B = MODELS["llama-8b"]
 
 
 def projections(model: Shape) -> list[tuple[int, int]]:
-    """Return the distinct [out, in] of a decoder layer's linear layers: k and v, q and o, gate and up, down."""
+    """Return the shapes [out, in] of the projections in a decoder layer: of k and v, q and o, gate and up, and down."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
     heads = hidden // model.num_attention_heads * model.num_key_value_heads
     return [(heads, hidden), (hidden, hidden), (intermediate, hidden), (hidden, intermediate)]

@@ -1,4 +1,4 @@
-"""Comparisons for the fused matmul: other functions that compute X @ W.T with a 4-bit W, and the product in fp64."""
+"""What the fused matmul is compared with: other functions for X @ W.T with a 4-bit W, and the product in fp64."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .report import NotAvailable
 from .timing import rotation
 
 Packed = tuple[torch.Tensor, Any]
-Functions = dict[str, Callable[..., Any]]  # by name; each takes (packed, quant_state), and some take ``out``
+Functions = dict[str, Callable[..., Any]]  # functions by name; each takes (packed, quant_state), some take ``out`` too
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # for one row only
 DEQUANTIZE = "dequantize + matmul"
-# SLACK: the error of the fused matmul against fp64 may be this many times the error of dequantize + matmul. The two
-# errors differ a little, because the fused matmul adds in a different order.
+# SLACK limits the error of the fused matmul: against fp64, it may be this many times the error of dequantize + matmul.
+# The fused matmul adds in a different order, so the two errors differ a little.
 SLACK = 1.01
 
 
@@ -42,7 +42,7 @@ def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list
 
 
 def exact(weight: PackedWeight) -> torch.Tensor:
-    """Return the weight in fp64: code * scale, without rounding to 16 bits."""
+    """Dequantize a weight in fp64: multiply codes by scales without rounding to 16 bits."""
     scales = reference.block_scales(weight, False).double().repeat_interleave(weight.blocksize)
     packed = weight.bytes()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(-1).long()
@@ -54,13 +54,13 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """Call bitsandbytes' gemm_4bit op with a nested state, as Linear4bit's forward does."""
+    """Call bitsandbytes' op ``gemm_4bit`` as Linear4bit's forward does. ``state`` must be nested."""
     fields = state.state2.absmax, state.blocksize, state.quant_type, None, state.absmax, state.state2.code, state.offset
     return torch.ops.bitsandbytes.gemm_4bit(x, packed, list(state.shape), *fields)
 
 
 def require_gemm() -> None:
-    """Require a bitsandbytes with a fused matmul to compare with.
+    """Require a release of bitsandbytes that has a fused matmul to compare with.
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
@@ -72,14 +72,14 @@ def require_gemm() -> None:
 
 
 def gemv() -> Callable[..., Any] | None:
-    """Return Unsloth's unpatched matmul for one row, or None if Unsloth is not installed or refuses this machine."""
+    """Return Unsloth's unpatched matmul for an x of one row, or None if Unsloth is missing or fails on this machine."""
     return from_unsloth(lambda: original(UNSLOTH_MODULE, "_fast_gemv_bnb") or original(UNSLOTH_MODULE, "fast_gemv"))
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
-    """Return the functions of other libraries that multiply x by a packed weight, by name. Call them with the patch off.
+    """Return the functions that the fused matmul is compared with, by name. Each multiplies x by a packed weight.
 
-    ``unsloth`` is included only if x has one row.
+    The patch must be off when they are called. ``unsloth`` is included only if x has one row.
     """
     found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
@@ -92,7 +92,7 @@ def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
 
 
 class Weights:
-    """Packed weights of one shape. The first weight is also held dequantized, in its dtype and in fp64."""
+    """Packed weights of one shape. The first weight is also kept dequantized, in its own dtype and in fp64."""
 
     def __init__(self, packed: Sequence[Packed]):
         self.packed = packed
@@ -110,9 +110,9 @@ class Weights:
         return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
 
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
-        """Return two relative L2 errors against the product in fp64: that of ``ours``, and that of dequantize + matmul.
+        """Return the relative L2 errors of the fused matmul and of dequantize + matmul, against the product in fp64.
 
-        ``ours`` is the fused matmul's product of x and the first weight. The product in fp64 and dequantize + matmul are computed here.
+        ``ours`` is the fused matmul's product of x and the first weight. This method computes the other two products.
         """
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

@@ -1,4 +1,7 @@
-"""Output files of commands. A path is checked before the work starts. Writing afterwards never raises."""
+"""Write the output files of commands.
+
+A file's path is checked before the command's work starts. An error while writing afterwards is printed, not raised.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ import click
 
 
 def absolute(path: str | Path) -> Path:
-    """Return an absolute path now, because the work may change the working directory."""
-    return Path(os.path.abspath(os.path.expanduser(path)))  # without following links, as /dev/stdout links to a pipe
+    """Return the absolute path of ``path``, so that a later change of the working directory does not matter."""
+    # Path.resolve() would follow links, such as the link of /dev/stdout to a pipe.
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 class OutputFile(click.Path):
-    """A click type for a writable file, as an absolute path. click.Path alone accepts a file in a missing folder."""
+    """A click type for the path of a writable file. Unlike click.Path, it rejects a file in a missing folder."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, readable=False)
@@ -47,7 +51,10 @@ def write_json(file: Path, data: dict[str, Any]) -> None:
 
 
 def say(*lines: object, end: str = "\n") -> None:
-    """Print to stderr, and ignore errors. Without a stderr print nothing, because ``print(file=None)`` uses stdout."""
+    """Print to stderr, and ignore errors.
+
+    If sys.stderr is None, print nothing, because ``print(file=None)`` would print to stdout.
+    """
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Turn the patch on or off inside a block, and find the original functions, for tools and benchmarks."""
+"""For tools and benchmarks: turn the patch on or off inside a ``with`` block, and find original functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 @contextlib.contextmanager
 def patch(on: bool, **options: Any) -> Iterator[None]:
-    """Turn the patch on, with options of ``nf4_patch.enable``, or off. Restore the previous state afterwards.
+    """Turn the patch on or off for a block, and restore the previous state afterwards.
 
-    With the patch off, bitsandbytes is unpatched even if NF4_PATCH=1 patches it on import. So the kernel is never compared
-    with itself.
+    ``options`` are those of ``nf4_patch.enable``. With the patch off, bitsandbytes is unpatched, even if NF4_PATCH=1
+    patched it during its import. So no tool compares the kernel with itself.
     """
     import bitsandbytes.functional  # noqa: F401
 
@@ -48,17 +48,20 @@ def original(module: str, attribute: str) -> Any:
 
 
 def dequantize_4bit() -> Callable[..., Any]:
-    """Return bitsandbytes' original function, (packed, quant_state, out=None) -> weight."""
+    """Return bitsandbytes' original ``dequantize_4bit``: (packed, quant_state, out=None) -> weight."""
     return original("bitsandbytes.functional", "dequantize_4bit")
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:
-    """Import Unsloth and return ``find()``. Return None if Unsloth is not installed, or if it fails, which is logged."""
+    """Import Unsloth and return ``find()``.
+
+    Return None if Unsloth is not installed. If the import or ``find`` fails, log the error and return None.
+    """
     if importlib.util.find_spec("unsloth") is None:
         return None
     try:
         importlib.import_module("unsloth")
         return find()
-    except Exception as error:  # Unsloth refuses machines and releases in many ways
+    except Exception as error:  # Unsloth raises many kinds of errors for machines and releases that it does not support
         logger.warning("nf4_patch: Unsloth is installed but cannot be measured: %s: %s", type(error).__name__, error)
         return None

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the report that a command returns, its progress calls, and the error that it may raise."""
+"""What the commands share: the type of their reports, a way to show progress, and an error for impossible tasks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ import nf4_patch
 from ..patching.config import Config
 from ..version import release_of
 
-Progress = Callable[..., None]  # called with the current task and its progress; see ``silent`` for the arguments
+Progress = Callable[..., None]  # a command calls it to show its progress; ``silent`` lists the arguments
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """Show no progress. This is a Progress without output. ``total`` is None if it is unknown."""
+    """Show nothing: a ``Progress`` for callers that want no output.
+
+    Args:
+        text: the current task.
+        done, total: how many parts of the task are done, and how many there are (None: unknown).
+    """
 
 
 class Report(ABC):
     """The result of a command: as data (``as_dict``, for --json), as text (``render``) and as an exit code.
 
-    Subclasses are dataclasses. A field that ``json`` cannot write is written as its ``str``.
+    Subclasses are dataclasses. In JSON, a value that ``json`` cannot write becomes its ``str``.
     """
 
     failures: Sequence[str] = ()
@@ -44,7 +49,7 @@ class Report(ABC):
 
     @abstractmethod
     def render(self) -> Iterable[str]:
-        """Yield the text for people, top to bottom: sentences, and tables of several lines."""
+        """Yield the texts to print, from top to bottom. A text is a sentence, or a table of several lines."""
 
     def as_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -83,20 +88,21 @@ DISTRIBUTIONS = (
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
-    """Return the installed releases by distribution, without the distributions that are not installed."""
+    """Return the release of each installed distribution. Distributions that are not installed are left out."""
     return {name: release for name in names if (release := release_of(name)) is not None}
 
 
 def holds(release: str, condition: str) -> bool:
     """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
 
-    A development, post or local release counts as the release that it belongs to. The release "" (not installed) meets none.
+    A development, post or local release such as "0.50.dev0" counts as its base release "0.50". The release "" means not
+    installed, and meets no specifier.
     """
     return bool(release) and SpecifierSet(condition).contains(Version(release).base_version)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Return a text table: one line per row, column names on top, the first column left-aligned, the others right-aligned."""
+    """Return a text table with the column names on top. The first column is left-aligned, all others right-aligned."""
     rows = list(rows)
     columns: list[list[str]] = []
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -123,7 +129,7 @@ def provenance(place: str) -> str:
 
 
 def provenance_data() -> dict[str, Any]:
-    """Return the origin of a JSON file: the installed releases, the date and the commit."""
+    """Return what a JSON file says about its origin: the installed releases, the date and the commit."""
     return {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
 
 

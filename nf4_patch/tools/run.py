@@ -1,4 +1,4 @@
-"""``nf4-patch run``: run a command with the patch on in all its Python processes, and report hits and fallbacks."""
+"""``nf4-patch run``: run a command, turn the patch on in all its Python processes, and report hits and fallbacks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import nf4_patch  # this import turns the patch on if NF4_PATCH=1
+import nf4_patch  # with NF4_PATCH=1, this import turns the patch on
 
 from ..patching.config import Config, is_worker, rank
 from ..snapshot import Status
 
 STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs sitecustomize.py in this folder at its start
-REPORT = "_NF4_PATCH_REPORT"  # variable that passes the arguments of ``report`` to the processes
+REPORT = "_NF4_PATCH_REPORT"  # environment variable that passes the arguments of ``report`` to the command's processes
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 
 def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool) -> NoReturn:
-    """Replace this process by ``command``: a program, or a script, ``-m MODULE`` or ``-c CODE`` for this Python.
+    """Replace this process by ``command``.
+
+    This process's Python runs a script (.py), ``-m MODULE`` or ``-c CODE``. Any other command is a program.
 
     Args:
         shown, file, all_ranks: see ``report``.
@@ -46,7 +48,7 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
 
 
 def watch() -> None:
-    """Register a report for the end of this process, if the process imports bitsandbytes.
+    """Register ``report`` to run at the end of this process, as soon as the process imports bitsandbytes.
 
     startup/sitecustomize.py calls this function when Python starts.
     """
@@ -66,12 +68,12 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
     """Report hits and fallbacks at the end of a process. Data-loader workers and forks do not report.
 
     Args:
-        process: the id of the process that registered the report.
+        process: the id of the process that registered the report. A fork of that process has another id.
         shown: print the report to stderr.
-        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, for example
-            ``report.rank1.json``.
+        file: write the report to this file as JSON (see ``add``). With ``all_ranks``, each rank writes a file of its
+            own, for example ``report.rank1.json``.
         all_ranks: report in every process of a launcher, not only in rank 0.
-        run: an identifier that all reports of one command share.
+        run: an identifier of the command, the same in all of its processes.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return
@@ -90,10 +92,10 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write the report ``data`` to ``file``, with an empty list ``others``.
+    """Write the report ``data`` to ``file``, or add it to the report that another process of this run wrote there.
 
-    If the file already holds a report of the same run, add ``data`` to the list ``others`` of that report instead. A device or
-    a pipe gets one report after another.
+    The first report of a run replaces the file, and gets an empty list ``others``. Later reports of the run are added
+    to that list. To a device or a pipe, all reports are written one after another.
     """
     from . import output
 
@@ -115,7 +117,7 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 
 def of_own_kernels() -> list[str]:
-    """Return advice for each library kernel that is in use instead of this package's kernel."""
+    """Return advice if Unsloth's layers run Unsloth's own kernel instead of nf4_patch's."""
     if "unsloth.kernels.utils" not in sys.modules:
         return []
     from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
@@ -124,9 +126,10 @@ def of_own_kernels() -> list[str]:
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Return a sentence on what a cache would have saved, if the run had none.
+    """For a run without a cache, return a sentence that says how many dequantizations a cache would have saved.
 
-    A cache for half of the weights saves half as many dequantizations, because the weights read first stay in it.
+    A cache with room for half of the weights saves half as many as one with room for all, because it does not replace
+    weights: those that are read first stay cached.
     """
     if status.cache.mode != "off" or not status.weights:
         return []

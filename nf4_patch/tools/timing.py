@@ -1,7 +1,8 @@
-"""Measure GPU time for the benchmarks, by replays of CUDA graphs. The weights in a graph overflow the L2 cache.
+"""Measure GPU time for the benchmarks, by replaying CUDA graphs.
 
-The variants in a row of a result table are timed alternately, so that changes of clock rate or load affect all of them
-alike. The noise of a variant is the relative difference between the medians of its odd and its even rounds.
+A graph uses so many weights that they overflow the L2 cache. Variants that are compared, such as two kernels, are timed
+alternately, so that changes of the clock rate or the load affect all variants alike. The noise of a variant is the
+relative difference between the medians of its odd and its even rounds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-Inside = Callable[[str], AbstractContextManager[Any]]  # variant's name -> context to run it in; entering is not timed
+Inside = Callable[[str], AbstractContextManager[Any]]  # returns the context for a variant's name; entering is not timed
 Clock = Callable[[Any], float]
-L2_ROTATIONS = 8  # bytes read or written between two uses of a weight, in multiples of the L2 cache's size
+L2_ROTATIONS = 8  # between two uses of a weight, so many times the L2 cache's size is read or written
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ Taken = dict[str, Times]  # times by variant
 
 
 def rotation(traffic: int) -> int:
-    """Return how many weights to cycle through so that none is still in the L2 cache when used again.
+    """Return how many weights to cycle through, so that no weight is still in the L2 cache at its next use.
 
-    ``traffic`` is the bytes that a call reads and writes.
+    ``traffic`` is the number of bytes that a call reads and writes.
     """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
@@ -53,12 +54,12 @@ def rotation(traffic: int) -> int:
 
 
 def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[Call]]:
-    """Return the calls of each function, one per weight, with the weight's parts as arguments."""
+    """Return the calls to time for each function: one call per weight, with the weight's parts as arguments."""
     return {name: [partial(function, *weight) for weight in weights] for name, function in functions.items()}
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in order in a CUDA graph. All of them run before it, so that no kernel compiles in it."""
+    """Capture the calls in a CUDA graph, in their order. Two of the calls run before it, to compile the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +77,10 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 def alternating(
     variants: Mapping[str, Any], clock: Clock, rounds: int, inside: Inside = nullcontext, warmups: int = 1
 ) -> Taken:
-    """Time each variant with ``clock`` in ``rounds`` rounds, after the warm-up rounds. The order reverses every round."""
+    """Time every variant with ``clock`` in each of ``rounds`` rounds. The order of the variants reverses every round.
+
+    ``inside`` gives the context in which a variant runs. ``warmups`` rounds run first, whose times are dropped.
+    """
     values: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-warmups, rounds):
         for name in reversed(list(variants)) if round_ % 2 else variants:
@@ -88,11 +92,11 @@ def alternating(
 
 
 def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: Inside = nullcontext) -> Taken:
-    """Return the GPU microseconds per call of each variant, from alternating replays of a graph of its calls.
+    """Return the GPU time of each variant in microseconds per call, from alternating replays of CUDA graphs.
 
     Args:
-        variants: the calls of one replay, by name, over enough distinct buffers to overflow the L2 cache.
-        inside: the context in which a variant is captured.
+        variants: the calls that each variant's graph captures. Their distinct buffers must overflow the L2 cache.
+        inside: gives the context in which a variant is captured.
     """
     graphs = {}
     for name, calls in variants.items():
@@ -102,10 +106,12 @@ def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: 
 
 
 def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
-    """Replay a graph and return its microseconds per call."""
+    """Replay a graph and return its GPU time in microseconds per call. ``captured`` is (graph, number of calls)."""
     graph, calls = captured
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()  # untimed: writes back the dirty L2 lines of the previous variant, which cost 3 % at 42 MB (H200)
+    # The first replay is not timed. It writes back the dirty L2 lines of the previous variant, which would otherwise
+    # cost 3 % of the time at 42 MB (H200).
+    graph.replay()
     begin.record()
     graph.replay()
     end.record()

@@ -39,7 +39,7 @@ class VerifyReport(Report):
 
 @patch(False)
 def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4) -> VerifyReport:
-    """Compare the kernel, or another ``dequantize``, with bitsandbytes on weights of every layout."""
+    """Compare a function with bitsandbytes on weights of every layout. The default function runs the kernel."""
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -60,13 +60,13 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """Return how many elements differ, and a sentence on the first different element. Return (0, "") if none differs."""
+    """Return how many elements differ, and a sentence about the first one. If no element differs, return (0, "")."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
     try:
         got = dequantize(packed, state, out)
-    except (ValueError, RuntimeError) as error:  # counts as a failure, because the kernel supports every case
+    except (ValueError, RuntimeError) as error:  # the kernel supports every case, so an error is a failure
         return out.numel(), f"unsupported: {error}"
     want = F.dequantize_4bit(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:

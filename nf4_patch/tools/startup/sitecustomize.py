@@ -1,7 +1,7 @@
 """Code that runs at the start of every Python process under ``nf4-patch run``.
 
-``nf4-patch run`` puts the folder of this file on PYTHONPATH. A process may be any Python with any packages. If nf4_patch is not
-installed there, this file does nothing.
+``nf4-patch run`` puts the folder of this file on PYTHONPATH, so every Python that the command starts runs this file. If
+nf4_patch is not installed for such a Python, the file changes nothing.
 """
 
 import os
@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
-hidden = PathFinder.find_spec("sitecustomize")  # the environment's sitecustomize, which this file shadows
+hidden = PathFinder.find_spec("sitecustomize")  # the environment's own sitecustomize, which Python did not run
 try:
     if hidden is not None and hidden.loader is not None:
         sys.modules["sitecustomize"] = module = module_from_spec(hidden)
