@@ -96,7 +96,9 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 class MatmulLaunch:
-    """Multiplies any x of one shape by one weight. A launch stores the compiled kernels and all arguments except x and out.
+    """Multiplies any x of one shape by one weight.
+
+    A launch stores the compiled kernels and all their arguments except x and out.
 
     The arguments contain the addresses of the weight and the bias as plain integers, so a launch keeps no tensor alive.
     A launch is valid as long as the weight's fingerprint and the bias's address stay the same.

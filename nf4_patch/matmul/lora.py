@@ -2,9 +2,9 @@
 
 Eager calls use a FusedLora. Compiled code calls the custom op nf4_patch::matmul_lora_4bit.
 
-Results are as accurate as peft's, but not bit-identical, because the products of the base layer and the adapter are added
-in fp32 and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step uses the new
-adapter.
+Results are as accurate as peft's, but not bit-identical, because the products of the base layer and the adapter are
+added in fp32 and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step
+uses the new adapter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .product import FusedMatmul
 
 
 class FusedLora(FusedMatmul):
-    """The fused matmul with a LoRA adapter for one target: a library function that nf4_patch replaces, or the op below."""
+    """The fused matmul with a LoRA adapter, for one target: a library function that nf4_patch replaces, or an op."""
 
     def add(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
@@ -125,7 +125,7 @@ fused = FusedLora(NAME)
 
 
 def kernel(x: Tensor, *fields: Any) -> Tensor:
-    """Run the op matmul_lora_4bit. If the kernels cannot run, dequantize the weight and multiply with PyTorch operators.
+    """Run the op matmul_lora_4bit. If the kernels cannot run, dequantize the weight and use PyTorch operators.
 
     The library's original function cannot run as the fallback, because a compiled graph contains only the op.
     """

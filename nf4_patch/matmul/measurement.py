@@ -46,12 +46,12 @@ class Rival(NamedTuple):
     """A library function that the fused matmul is compared with in a measurement."""
 
     rows: int  # the most rows that the function multiplies
-    # ``call`` runs the function. Its arguments are the original function, x [m, k], the PackedWeight and the QuantState.
+    # ``call`` runs the function. Its arguments are the function, x [m, k], the PackedWeight and the QuantState.
     call: Callable[..., Any]
 
 
 def rows_of_tokens(original: Callable[..., Any], x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call a matmul of Unsloth. Unsloth's functions multiply a batch of single tokens, so x [m, k] becomes [m, 1, k]."""
+    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
     return original(x.unsqueeze(1), weight.packed, state, None)
 
 

@@ -154,7 +154,7 @@ class FusedMatmul:
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
     """Turn ``multiply`` into a factory of replacements, for the ``replace`` field of a Target (a decorator).
 
-    A replacement calls ``multiply`` first. If ``multiply`` returns a Reason, the replacement calls the original function.
+    A replacement calls ``multiply`` first. If ``multiply`` returns a Reason, the original function runs.
     """
 
     def make(target: Any, original: Function) -> Function:

@@ -26,8 +26,8 @@ class SmallMPlan(NamedTuple):
     """How a config divides the work of one size on one GPU.
 
     The rows of the weight are split evenly into ``sm_partitions`` partitions. With ``split_k`` > 1, K is split evenly
-    too. Each multiprocessor computes one part of K for one partition, with one or more CTAs. The indices of these CTAs in
-    the grid are ``sm_partitions`` apart. Such CTAs normally run on the same multiprocessor, because the GPU normally
+    too. Each multiprocessor computes one part of K for one partition, with one or more CTAs. The indices of these CTAs
+    in the grid are ``sm_partitions`` apart. Such CTAs normally run on the same multiprocessor, because the GPU normally
     assigns CTAs to its multiprocessors in turn.
     """
 
@@ -70,7 +70,7 @@ def plan(
     # An older driver may run a dependent launch, but fail to capture the launch in a CUDA graph.
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
-    # A limit of 255 registers per thread makes the kernel faster. Without a limit, ptxas uses only 168 to 177 registers.
+    # A limit of 255 registers per thread makes the kernel faster. By itself, ptxas uses only 168 to 177 registers.
     # For 24 rows, 14336x4096, the kernel takes 25.6 us with the limit, and 33.4 us without it (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
     # An adapter takes more registers. With this limit, all CTAs of a multiprocessor still fit on it.
@@ -92,8 +92,8 @@ class SmallMKernel:
         self.grid, self.part_numel = division.ctas, division.split_k * m * n
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
-        # Triton compiles a kernel for the alignment of its example arguments. All tensors of later calls are 16-byte aligned.
-        # Empty tensors are good examples for the tensors that a call allocates. Their address is 0, a multiple of 16.
+        # Triton compiles a kernel for the alignment of its example arguments. Later tensors are 16-byte aligned.
+        # Empty tensors stand in for the tensors that a call allocates. Their address is 0, which is 16-byte aligned too.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

@@ -1,8 +1,8 @@
 """Generate the inline PTX of the fused matmul for few rows of X. The PTX is the code of one CTA for a given config.
 
-A CTA computes a part of ``out[M, N] = X[M, K] @ weight[N, K].T`` with the instruction ``mma.sync.m16n8k16``. The A operand
-of an mma is a tile of 16 rows of the weight, and the B operand is a tile of 8 rows of X. Accumulators are fp32. The weight
-and X are loaded from global memory directly into registers, not through shared memory.
+A CTA computes a part of ``out[M, N] = X[M, K] @ weight[N, K].T`` with the instruction ``mma.sync.m16n8k16``. The A
+operand of an mma is a tile of 16 rows of the weight, and the B operand is a tile of 8 rows of X. Accumulators are fp32.
+The weight and X are loaded from global memory directly into registers, not through shared memory.
 
 * A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. Per chunk, a lane loads two groups
   of 128 bits, or four groups of 64 bits, from each of its rows. A and B use the same permutation of K. The permutation
@@ -16,10 +16,10 @@ and X are loaded from global memory directly into registers, not through shared 
 * The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
 * As soon as a group is decoded, the same group of a later chunk is loaded into the same registers.
 
-These are the bottlenecks, as measured with Nsight Compute on an H200. With up to 16 rows of X and no byte permutes, the L1
-data pipe limits the speed. For 16 rows x 256 elements of the weight, a warp uses this pipe for 200 cycles, and 128 of these
-cycles are table lookups. From 32 rows upwards, the latency of loads of X limits the speed, because these loads wait in the
-same pipe behind loads of the weight.
+These are the bottlenecks, as measured with Nsight Compute on an H200. With up to 16 rows of X and no byte permutes, the
+L1 data pipe limits the speed. For 16 rows x 256 elements of the weight, a warp uses this pipe for 200 cycles, and 128
+of these cycles are table lookups. From 32 rows upwards, the latency of loads of X limits the speed, because these loads
+wait in the same pipe behind loads of the weight.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AdapterLayout(NamedTuple):
 
     @property
     def fragments(self) -> int:
-        """Return how many mma operands 16 rows of B need: one per 16 columns, or two if B is fp32 (see ``Cta.split``)."""
+        """Return how many mma operands 16 rows of B need: one per 16 columns, or two if B is fp32 (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
@@ -215,7 +215,7 @@ class Cta:
             e(OFFSETS[self.offset])
         e(f"sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; mul.lo.u32 rowbytes, $12, {self.step // 2};")
         # This CTA computes row groups attile to end - 1. All row groups are split evenly into $15 partitions.
-        # CTAs i, i + $15, i + 2 * $15, ... share partition i, because the GPU normally places these CTAs on one multiprocessor.
+        # CTAs i, i + $15, i + 2 * $15, ... share partition i, because normally one multiprocessor runs them.
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
         e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
         e("div.u32 split, v, row; rem.u32 v, v, row;")
@@ -225,8 +225,7 @@ class Cta:
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
-        # In each row group, this warp computes the chunks ``first``, ``first + warps_k``, ... below ``stop``.
-        # That takes ``per`` iterations.
+        # In each row group, this warp computes chunks ``first``, ``first + warps_k``, ... below ``stop``, in ``per`` iterations.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
@@ -322,7 +321,7 @@ class Cta:
                 e(f"cvt.rn.{self.name}x2.f32 {rest}, w1, w0;")
 
     def clear_lora(self) -> None:
-        """Set the registers for the columns of B after the last rank to 0, because ``fetch_lora`` does not load them."""
+        """Set the registers for columns of B beyond the rank to 0, because ``fetch_lora`` does not load them."""
         if self.adapter and self.adapter.rank % 16:
             name, count = ("wide", 8) if self.wide else ("lb", 4)
             first = count * self.tiles * (self.ranks - 1)
@@ -423,8 +422,8 @@ class Cta:
     def decode(self, k: int, b: int) -> None:
         """Decode group ``b`` of a chunk into the A operands of the mma.
 
-        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K. The
-        other two hold the same rows in the upper half.
+        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K.
+        The other two hold the same rows in the upper half.
         """
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
@@ -468,7 +467,10 @@ class Cta:
                     self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
     def epilogue(self, k: int) -> None:
-        """Go to the next chunk. After the last chunk of a row group, first add up the sums of the warps and store the result."""
+        """Go to the next chunk.
+
+        After the last chunk of a row group, first add up the sums of the warps and store the result.
+        """
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         if self.adapter:
@@ -498,10 +500,10 @@ class Cta:
         Warp i % warps_k adds up accumulator i. The warps exchange their partial sums in shared memory, in
         sums[wn][wk][accumulator][lane].
 
-        Two mbarriers replace bar.sync, so that a warp without an accumulator to add up need not wait for the other warps.
-        Such a warp writes its partial sums, arrives at ``full`` and continues. Before a warp writes partial sums, it waits
-        at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows, 14336x4096, take 18.9 us
-        instead of 22.0 (H200).
+        Two mbarriers replace bar.sync, so that a warp without an accumulator to add up need not wait for the other
+        warps. Such a warp writes its partial sums, arrives at ``full`` and continues. Before a warp writes partial
+        sums, it waits at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows, 14336x4096,
+        take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -527,7 +529,7 @@ class Cta:
     def arrive(self, barrier: str) -> str:
         """Return the PTX with which a warp arrives at a barrier.
 
-        A warp arrives at ``full`` after it wrote its partial sums, and at ``free`` after it read the sums that it adds up.
+        A warp arrives at ``full`` after it wrote its partial sums, and at ``free`` after it read the sums to add up.
         """
         if self.dialect.wait:
             # Every lane of a warp arrives at the barrier, although one arrival per warp would be enough.

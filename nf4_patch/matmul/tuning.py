@@ -43,7 +43,7 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# The fused matmul is not used for a weight with fewer elements than these minimums, because dequantize + matmul is faster.
+# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster.
 # Each key is a number of rows. The minimum applies if X has more rows than the key.
 # MIN_ELEMENTS applies to every weight.
 # MIN_ELEMENTS_UNALIGNED applies to weights that are not 16-byte aligned or have a scale every 16 elements.
@@ -64,7 +64,7 @@ MIN_ELEMENTS_UNALIGNED = {32: 2**24}
 # If several of these rows keep equally many busy, the first of them is used.
 #
 # The fused matmul takes these times per call in us, for M rows of X and weights [N, K].
-# The times were measured in a CUDA graph over weights that overflow the L2 cache (H200, torch 2.11, triton 3.6.0, bf16).
+# They were measured in bf16 with a CUDA graph over weights that overflow the L2 cache (H200, torch 2.11, triton 3.6.0).
 #   N x K     14336x4096   4096x14336   4096x4096   8192x8192   28672x8192
 #   M = 1           15.8         17.6         6.3        19.7         56.7
 #   M = 8           16.8         18.2         7.1        21.3         63.4
@@ -72,7 +72,7 @@ MIN_ELEMENTS_UNALIGNED = {32: 2**24}
 #   M = 32          28.5         24.6         9.8        27.8         94.4
 #   M = 64          39.4         35.3        13.4        39.1          139
 # X stays in registers if each warp has only one chunk of K, which is the case for K up to 4096 with 16 warps.
-# With X in registers, a 14336x4096 weight takes 16.9 us instead of 21.8 at M = 1, and 21.7 us instead of 26.9 at M = 16.
+# A 14336x4096 weight then takes 16.9 us instead of 21.8 at M = 1, and 21.7 us instead of 26.9 at M = 16.
 # Above 64 rows, the fused matmul would have to read the weight twice, and would be slower than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(1, 1, 16, True, 1)),
@@ -91,8 +91,8 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 
 # SMALL_M_CANDIDATES are configs that were made for a T4, which supports fp16 only.
 # On a GPU without a row in the table above, choice.py measures these configs at the first use of a size.
-# A performance model (docs/notes) predicts that on a T4, from 4 rows of X upwards, these configs are 1.4 to 3.0 times as
-# fast as bitsandbytes. Below 4 rows, the model predicts that the configs are not faster.
+# A performance model (docs/notes) predicts how fast these configs are on a T4, compared with bitsandbytes.
+# They are 1.4 to 3.0 times as fast from 4 rows of X upwards, and not faster below 4 rows.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
     SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),

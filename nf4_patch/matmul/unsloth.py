@@ -21,8 +21,8 @@ def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor |
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
     """Replace ``_gemv_rows``, which multiplies a batch of single tokens: X [M, 1, K] to [M, 1, N].
 
-    If the fused matmul does not support a call, return the Reason. Unsloth's ``_gemv_rows`` then runs. It may return None,
-    and then its caller dequantizes.
+    If the fused matmul does not support a call, return the Reason. Unsloth's ``_gemv_rows`` then runs. It may return
+    None, and then its caller dequantizes.
     """
     return fused.of_state(X, W, quant_state, None, out)
 
@@ -31,8 +31,8 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
 
-    If the packed weight has the shape [1, bytes], Unsloth computes X @ W, without the transpose. The replacement does not
-    support such a weight, so Unsloth's code runs.
+    If the packed weight has the shape [1, bytes], Unsloth computes X @ W, without the transpose. The replacement does
+    not support such a weight, so Unsloth's code runs.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)

@@ -1,15 +1,15 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-A row is one token at one of its ``top_k`` experts. All rows are multiplied in two grouped products, by gate_up_proj and by
-down_proj. Around these products, transformers reads and writes all rows about ten times, because it masks, casts, weights,
-sorts back and adds them in separate operations.
+A row is one token at one of its ``top_k`` experts. All rows are multiplied in two grouped products, by gate_up_proj and
+by down_proj. Around these products, transformers reads and writes all rows about ten times, because it masks, casts,
+weights, sorts back and adds them in separate operations.
 
-On a GPU, two kernels do this work instead. The first kernel adds LoRA and applies the gate. The second kernel multiplies
-the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32. The backward needs no scatter, because
-``Order`` knows the rows of every token.
+On a GPU, two kernels do this work instead. The first kernel adds LoRA and applies the gate. The second kernel
+multiplies the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32. The backward needs no
+scatter, because ``Order`` knows the rows of every token.
 
-On a CPU, and for generation, PyTorch operators do this work. Without LoRA, the results are then bit-identical to those of
-transformers.
+On a CPU, and for generation, PyTorch operators do this work. Without LoRA, the results are then bit-identical to those
+of transformers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return the value of an experts module's attribute. If the module lacks the attribute, return the value in DEFAULTS."""
+    """Return an attribute of an experts module. If the module lacks the attribute, return the value in DEFAULTS."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 def kernels_or_reference() -> Any:
-    """Return the module that computes a backward: launch.py (kernels), or reference.py (PyTorch) under compiled autograd.
+    """Return the module that computes a backward: launch.py, or under compiled autograd reference.py, without kernels.
 
     Under compiled autograd Dynamo traces the backward, and Dynamo cannot trace the launch of a kernel.
     """
@@ -50,7 +50,7 @@ def kernels_or_reference() -> Any:
 
 
 class Saved(torch.autograd.Function):
-    """Saves a tensor for the backward of ``Combined``, in an autograd node of its own that is made long before ``Combined``.
+    """Saves a tensor for the backward of ``Combined``, in a separate autograd node that runs long before ``Combined``.
 
     The docstring of ``Combined`` says why ``Combined`` does not save the tensor itself.
     """
@@ -68,8 +68,8 @@ class Saved(torch.autograd.Function):
 class Order(NamedTuple):
     """The order in which the rows are sorted by expert. A row is one token at one of its ``top_k`` experts.
 
-    Each row has a slot, which is its place before sorting. The slot is token * top_k + k for the k-th expert of the token.
-    It is also the index of the row's router weight.
+    Each row has a slot, which is its place before sorting. The slot is token * top_k + k for the k-th expert of the
+    token. It is also the index of the row's router weight.
     """
 
     expert_of: Tensor  # int16 [rows]: the expert of each row
@@ -82,7 +82,12 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
-        """Sort the rows by expert and return their Order. ``ids`` are the chosen experts of each token, int64 [tokens, top_k]."""
+        """Sort the rows by expert and return their Order.
+
+        Args:
+            ids: the chosen experts of each token, int64 [tokens, top_k].
+            experts: the number of experts.
+        """
         # The ids are sorted as int16, because sorting int64 takes four times as many passes.
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
@@ -100,8 +105,8 @@ class Order(NamedTuple):
 
 
 # The classes below save row indices with ``ctx.save_for_backward``, not as attributes of ``ctx``.
-# The recompute of a checkpoint may choose other experts than the forward. The backward then needs the indices of the recompute.
-# ``ctx.saved_tensors`` returns the indices of the recompute. An attribute of ``ctx`` would still hold those of the forward.
+# The recompute of a checkpoint may choose other experts than the forward. The backward needs the recompute's indices.
+# ``ctx.saved_tensors`` returns the recompute's indices. An attribute of ``ctx`` would still hold the forward's indices.
 
 
 class Gathered(torch.autograd.Function):
@@ -123,8 +128,8 @@ class Gathered(torch.autograd.Function):
 class Gated(torch.autograd.Function):
     """Add LoRA's product (``addend``) to the first product (``rows``), and compute silu(gate) * up, [rows, inner].
 
-    The sum has the shape [rows, 2 * inner]. The first half of its columns is gate, and the second half is up. Only the sum
-    is saved for the backward.
+    The sum has the shape [rows, 2 * inner]. The first half of its columns is gate, and the second half is up. Only the
+    sum is saved for the backward.
     """
 
     @staticmethod
@@ -146,12 +151,13 @@ class Weighted(torch.autograd.Function):
     """Apply the router's weights in the backward of the down projection, instead of in the backward of ``Combined``.
 
     The forward of ``Combined`` multiplies the output of the projection by the router's weights. So the backward has to
-    multiply the gradient of this output by them. The projection is linear, so the gradient of its input can be multiplied
-    instead. Then the output need not be saved, and the recompute of a checkpoint stops before the projection.
+    multiply the gradient of this output by them. The projection is linear, so the gradient of its input can be
+    multiplied instead. Then the output need not be saved, and the recompute of a checkpoint stops before the
+    projection.
 
-    The forward returns two views of the projection's input: one for the frozen weight, one for LoRA. The backward multiplies
-    the gradient of the first view by the router's weights. It adds the gradient of LoRA's view unchanged, because
-    ``products`` has already applied the router's weights there.
+    The forward returns two views of the projection's input: one for the frozen weight, one for LoRA. The backward
+    multiplies the gradient of the first view by the router's weights. It adds the gradient of LoRA's view unchanged,
+    because ``products`` has already applied the router's weights there.
     """
 
     @staticmethod
@@ -174,10 +180,10 @@ class Combined(torch.autograd.Function):
 
     The backward does not apply the router's weights to the gradient, because ``Weighted`` does.
 
-    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so
-    the recompute then ends before the down projection. The backward needs slot_of, and reads the tensor that ``Saved``
-    saved earlier. The argument ``saved`` is the result of ``Saved``. Because it is an argument, autograd also runs the
-    backward of ``Saved`` and frees the tensor.
+    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor,
+    so the recompute then ends before the down projection. The backward needs slot_of, and reads the tensor that
+    ``Saved`` saved earlier. The argument ``saved`` is the result of ``Saved``. Because it is an argument, autograd also
+    runs the backward of ``Saved`` and frees the tensor.
     """
 
     @staticmethod
@@ -185,7 +191,7 @@ class Combined(torch.autograd.Function):
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
-        # A checkpoint sets hooks on saved tensors. Without such hooks there is no checkpoint, so this node saves slot_of itself.
+        # A checkpoint sets hooks on saved tensors. If no hooks are set, this node saves slot_of itself.
         # Compiled autograd needs this, because it can read only the tensors that this node saved.
         if saved_tensors_hooks(True) is None:
             ctx.save_for_backward(order.slot_of)
@@ -272,8 +278,8 @@ def by_kernels(
     # No variable holds the two products, so their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    # With a bias or a norm, the down projection is not linear, so the gradient of its output needs the router's weights.
-    # In this case ``Weighted`` gets the output of the projection, not the input.
+    # With a bias or a norm, the down projection is not linear. Then ``Weighted`` is applied to the projection's output,
+    # so that the gradient of the output, not of the input, is multiplied by the router's weights.
     if down.bias is not None or trait(module, "has_post_expert_norm"):
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
