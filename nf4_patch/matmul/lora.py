@@ -147,7 +147,7 @@ def fake(x: Tensor, *fields: Any) -> Tensor:
     """Return an empty tensor with the shape and dtype of the op's result, for tracing with fake tensors.
 
     If the kernels do not support the operands, return a bool tensor instead. Its length is the index of the Reason in
-    ``op.REASONS``. ``op.fake`` and ``traced`` use the same code for Reasons.
+    ``op.REASONS``. ``op.fake`` encodes a Reason in the same way, and ``traced`` decodes it.
     """
     *packed, bias, a, b, _ = fields
     weight = op.given(*packed)

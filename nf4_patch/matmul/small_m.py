@@ -53,7 +53,7 @@ def plan(
         step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
         adapter: the layout of the LoRA adapter that the kernel adds.
     """
-    # With such a small step, 128 bits would hold weights with two scales, and packed rows may be only 8-byte aligned.
+    # With a small step, 128 bits would hold weights with two scales, and packed rows would be only 8-byte aligned.
     if step < 32:
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
@@ -93,7 +93,7 @@ class SmallMKernel:
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
         # Triton compiles a kernel for the alignment of its example arguments. Later tensors are 16-byte aligned.
-        # Empty tensors stand in for the tensors that a call allocates. Their address is 0, which is 16-byte aligned too.
+        # Empty tensors stand in for the tensors that a call allocates. Their address is 0, which is also aligned.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

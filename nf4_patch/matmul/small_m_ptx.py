@@ -225,7 +225,8 @@ class Cta:
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
-        # In each row group, this warp computes chunks ``first``, ``first + warps_k``, ... below ``stop``, in ``per`` iterations.
+        # Per row group, this warp computes the chunks ``first``, ``first + warps_k``, ... that are below ``stop``.
+        # The warp needs ``per`` iterations for these chunks.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")

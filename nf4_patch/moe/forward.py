@@ -214,7 +214,7 @@ def products(
         x: [rows, in], sorted by expert.
         weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows this product, else None. With
             these weights, this function multiplies LoRA's product by them. ``Combined`` multiplies the frozen product
-            by them, and ``Weighted`` does so with the gradient of the frozen product.
+            by them, and ``Weighted`` multiplies the gradient that comes back through the frozen product.
 
     Returns:
         The product with the frozen weight plus the bias, and the product with LoRA or None. The caller adds the two.
