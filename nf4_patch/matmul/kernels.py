@@ -1,4 +1,7 @@
-"""Triton kernels of the fused decode + matmul. The first kernel only wraps inline PTX (small_m_ptx.py)."""
+"""Triton kernels of the fused matmul, which decodes the packed weight while it multiplies.
+
+matmul_4bit_kernel and matmul_4bit_lora_kernel only wrap inline PTX, which small_m_ptx.py generates.
+"""
 
 import triton
 import triton.language as tl
@@ -12,7 +15,10 @@ def matmul_4bit_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Run the PTX of small_m_ptx.program, which documents the operands."""
+    """Multiply x by the packed weight: run the PTX that ``small_m_ptx.program`` returns.
+
+    The docstring of ``program`` documents the operands.
+    """
     tl.inline_asm_elementwise(
         PTX, CONSTRAINTS,
         [
@@ -33,7 +39,7 @@ def matmul_4bit_lora_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k, inner, b,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Run the PTX of small_m_ptx.program with a LoRA adapter."""
+    """Multiply x by the packed weight and add a LoRA adapter: run the PTX that ``small_m_ptx.program`` returns."""
     tl.inline_asm_elementwise(
         PTX, LORA_CONSTRAINTS,
         [
@@ -50,10 +56,13 @@ def lora_inner_kernel(
     x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[part] = scale * x @ a.T over SPAN columns of K. Program i computes part i.
+    """Compute the first product of a LoRA adapter, scale * x @ a.T, in parts.
 
-    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH], with zeros in columns
-    past RANK. BLOCK is a power of two, at least WIDTH.
+    K is split into parts of SPAN columns. Program i multiplies part i and writes the product to out[i].
+    matmul_4bit_lora_kernel adds up the parts.
+
+    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH]. The columns
+    of out after the first RANK columns are zeros. BLOCK is a power of two, at least WIDTH.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -66,8 +75,9 @@ def lora_inner_kernel(
         column = part * SPAN + start + tl.arange(0, COLUMNS)
         left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
         right = tl.load(a + r * K + column[:, None], mask=(r < RANK) & (column < K)[:, None], other=0.0)
-        # An fp32 A is multiplied as the sum of two bf16 numbers, which differs from A by up to about 2^-16 of its
-        # value. The mask keeps the upper 16 bits of A, which are the first of these numbers.
+        # x is bf16, so an fp32 A is split into a sum of two bf16 numbers, and x is multiplied by both numbers.
+        # The sum of the two numbers differs from A by up to about 2^-16 of A's value.
+        # The mask keeps the upper 16 bits of the fp32 number. These bits are the first bf16 number.
         if WIDE:
             high = (right.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
             total = tl.dot(left, (right - high).to(tl.bfloat16), total)
@@ -78,9 +88,11 @@ def lora_inner_kernel(
 
 @triton.jit(do_not_specialize=["total", "n"])
 def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in this order, then round to out's dtype.
+    """Add up the partial sums of a matmul with split K: out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]).
 
-    part: fp32 [SPLIT_K, total]. out: [total] = [M, n]. bias: [n], read only if BIAS. A program adds BLOCK elements.
+    The sums are added in this order in fp32, and rounded once to out's dtype. Each program computes BLOCK elements.
+
+    part: fp32 [SPLIT_K, total]. out: [M, n], with M * n = total elements. bias: [n], read only if BIAS.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < total
@@ -94,6 +106,6 @@ def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: t
 
 @triton.jit(do_not_specialize=["count"])
 def copy_kernel(source, target, count, BLOCK: tl.constexpr):
-    """Copy ``count`` int32 elements from ``source`` to ``target``. A program copies BLOCK elements."""
+    """Copy ``count`` int32 elements from ``source`` to ``target``. Each program copies BLOCK elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)

@@ -1,6 +1,6 @@
-"""Launches of the fused matmul: X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight.
+"""Launch the fused matmul, which computes X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight.
 
-This module chooses a config, checks whether the kernel supports the operands, and launches it.
+This module looks up a config, checks whether the kernel supports the operands, and launches the kernel.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ COPY_BLOCK = 1024  # 32-bit words that a program copies
 def first_config(
     rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """Return the config of the first table row that fits ``m`` rows of X and an [n, k] weight, or None if no row fits.
+    """Look up the config for ``m`` rows of X and an [n, k] weight. Return None if the table has no entry for this size.
 
-    Among rows with the same limits, return the config that keeps the most multiprocessors busy.
+    The first table entry whose limits allow this size is used. If several entries have the same limits, the config that
+    keeps the most multiprocessors busy is used.
+
+    Args:
+        rows: the entries of the table.
+        capability: the GPU's compute capability.
+        processors: the GPU's number of multiprocessors.
     """
     fitting = [r for r in rows if r.capability == capability and m <= r.max_m and k <= r.max_k and n >= r.min_n]
     if not fitting:
@@ -46,7 +52,9 @@ def first_config(
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """Return the shipped table's config for ``m`` rows of X and an [n, k] weight, or None if the fused matmul is not faster.
+    """Look up the config for ``m`` rows of X and an [n, k] weight in the shipped table, SMALL_M_ROWS.
+
+    Return None if dequantize + matmul is faster, or if the table has no entry for this GPU and size.
 
     Args:
         processors: the GPU's number of multiprocessors.
@@ -58,7 +66,8 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: {rows: minimum number of elements of the weight}. An entry applies to an X with more rows than its key.
+        least: minimum numbers of elements of the weight. Each key is a number of rows, and the minimum applies if X has
+            more rows than the key.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
@@ -87,13 +96,18 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 class MatmulLaunch:
-    """The compiled kernels, addresses and sizes for multiplying one shape of x by one weight.
+    """Multiplies any x of one shape by one weight.
 
-    Addresses are plain integers, so a launch keeps no tensor alive. A launch is valid for as long as the weight's fingerprint and
-    the bias's address stay the same.
+    A launch stores the compiled kernels and all their arguments except x and out.
+
+    The arguments contain the addresses of the weight and the bias as plain integers, so a launch keeps no tensor alive.
+    A launch is valid as long as the weight's fingerprint and the bias's address stay the same.
 
     Args:
-        kernel: compiled for operands like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N] in x's dtype.
+        kernel: the kernels that were compiled for these operands.
+        x: an example [..., K] in fp16 or bf16.
+        weight: [N, K].
+        bias: [N] in x's dtype.
     """
 
     def __init__(
@@ -102,15 +116,15 @@ class MatmulLaunch:
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
-        spare = (
-            operands[2] if bias is None else bias
-        ).data_ptr()  # without a bias, the kernel does not read this address
-        # The kernels load 16 bytes at a time. A weight that is not 16-byte aligned is copied first.
+        # The kernel always gets an address for the bias. If there is no bias, the kernel does not read this address.
+        spare = (operands[2] if bias is None else bias).data_ptr()
+        # The kernels load 16 bytes at a time. So each call first copies a weight that is not 16-byte aligned.
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
             words = torch.empty(8, dtype=torch.int32, device=x.device)
-            # Triton compiles the kernel for the alignment of these example arguments. The source, the weight, is aligned to 4 bytes
-            # only, like words[1:]. The target of the copy is aligned to 16 bytes, like words.
+            # Triton compiles the kernel for the alignment of these example arguments, (source, target, count).
+            # The source is the weight, which is aligned to 4 bytes only. So the example source is words[1:].
+            # The target is a new tensor, which is aligned to 16 bytes. So the example target is words.
             arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}
             with runtime.on_device(x.device):
                 self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, x.device)
@@ -136,7 +150,10 @@ class MatmulLaunch:
         return fits and not runtime.overlap((runtime.span(x), *self.spans), *runtime.span(out))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply an x of the shape, dtype and device that this launch was resolved for. Return a new tensor or ``out``."""
+        """Multiply x, which has the shape, dtype and device that this launch was resolved for.
+
+        Write the result to ``out`` and return ``out``. If ``out`` is None, return a new tensor.
+        """
         device = self.device
         if runtime.current_device() != device:
             with runtime.on_device(device):
@@ -169,8 +186,9 @@ _kernels: dict[tuple[Any, ...], small_m.SmallMKernel] = {}
 def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
     """Return the launch that multiplies every x of this shape by this weight, with fp32 accumulation.
 
-    The kernel decodes the weight in x's dtype, bit-identical to dequantize, and ignores ``weight.dtype``. Results are
-    deterministic, because sums across warps and parts of K are added in a fixed order. The caller has checked :func:`supports`.
+    The kernel decodes the weight to x's dtype and ignores ``weight.dtype``. The decoded weight is bit-identical to that
+    of dequantize. Results are deterministic, because the sums of warps and of parts of K are added in a fixed order.
+    Call :func:`supports` first, because this function does not check the operands.
 
     Raises:
         KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.

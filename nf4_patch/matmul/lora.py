@@ -1,7 +1,10 @@
-"""Fused matmul of a few rows with a LoRA adapter, for eager calls and as the custom op that compiled code calls.
+"""Multiply a few rows by a packed weight and add a LoRA adapter, in one fused matmul.
 
-Results are as accurate as peft's, but not bit-identical: base and adapter are added in fp32, and the sum is rounded once. A, B and
-the scaling are read at every call, so a call after an optimizer step uses the new adapter.
+Eager calls use a FusedLora. Compiled code calls the custom op nf4_patch::matmul_lora_4bit.
+
+Results are as accurate as peft's, but not bit-identical, because the products of the base layer and the adapter are
+added in fp32 and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step
+uses the new adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from .product import FusedMatmul
 
 
 class FusedLora(FusedMatmul):
-    """The fused matmul with a LoRA adapter, in place of one library function (the target)."""
+    """The fused matmul with a LoRA adapter, for one target: a library function that nf4_patch replaces, or an op."""
 
     def add(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
@@ -86,10 +89,10 @@ def why_not(
 ) -> Reason | None:
     """Return the first Reason why the kernels do not support these operands, or None.
 
-    The answer does not depend on addresses or on the contents of tensors, so fake tensors work too.
+    The answer depends neither on addresses nor on the contents of tensors, so the function also works on fake tensors.
 
     Args:
-        ignore: Reasons that are not checked for the weight, as in ``guards.why_not``.
+        ignore: Reasons that ``guards.why_not`` does not check for the weight.
     """
     if not runtime.runs_on(x):
         return Reason.NOT_CUDA
@@ -99,8 +102,8 @@ def why_not(
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
     m: Any = x.numel() // k
-    # Dynamo may trace the number of rows as a symbol. The graph then runs for every number of rows, so each range of
-    # row counts needs a config.
+    # If Dynamo traces the number of rows as a symbol, the compiled graph runs for any number of rows.
+    # Then every range of row counts needs a config. LAST_ROWS holds the largest count of each range.
     every = (m,) if type(m) is int else LAST_ROWS
     if any(config_for(x.get_device(), rows, n, k) is None for rows in every):
         return Reason.NOT_FASTER
@@ -115,16 +118,16 @@ def why_not(
     return None if adapter.supports(x, m, n, a, b) else Reason.LORA_OPERANDS
 
 
-# The fields of a PackedWeight come after x, as in the schema of ``op``.
+# The op takes x, the fields of a PackedWeight (as in the schema of ``op``), bias, a, b and scale.
 SCHEMA = "(Tensor x, " + op.SCHEMA[1:].partition(")")[0] + ", Tensor? bias, Tensor a, Tensor b, float scale) -> Tensor"
 NAME = "nf4_patch.matmul_lora_4bit"
 fused = FusedLora(NAME)
 
 
 def kernel(x: Tensor, *fields: Any) -> Tensor:
-    """Compute the op. If the kernels cannot run, multiply by the dequantized weight with PyTorch operators.
+    """Run the op matmul_lora_4bit. If the kernels cannot run, dequantize the weight and use PyTorch operators.
 
-    A compiled graph cannot fall back to the original function.
+    The library's original function cannot run as the fallback, because a compiled graph contains only the op.
     """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
@@ -141,9 +144,10 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
 
 
 def fake(x: Tensor, *fields: Any) -> Tensor:
-    """Return an empty result of the op.
+    """Return an empty tensor with the shape and dtype of the op's result, for tracing with fake tensors.
 
-    If the kernels do not support the operands, return a bool tensor that encodes the Reason, as ``op.fake`` does.
+    If the kernels do not support the operands, return a bool tensor instead. Its length is the index of the Reason in
+    ``op.REASONS``. ``op.fake`` encodes a Reason in the same way, and ``traced`` decodes it.
     """
     *packed, bias, a, b, _ = fields
     weight = op.given(*packed)
@@ -163,9 +167,10 @@ if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload: de
 def traced(
     x: Tensor, fields: tuple[Any, ...], bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor | Reason:
-    """Call the op with the fields of a PackedWeight. Return its result, or the Reason for a fallback.
+    """Call the op from code that Dynamo traces. Return the result of the op, or the Reason for a fallback.
 
-    Dynamo can trace this function.
+    Args:
+        fields: the fields of a PackedWeight, in the order of the op's schema.
     """
     result: Tensor = torch.ops.nf4_patch.matmul_lora_4bit(x, *fields, bias, a, b, scale)
     return op.REASONS[result.shape[0]] if result.dtype is torch.bool else result

@@ -1,4 +1,4 @@
-"""Measure whether the fused matmul is faster than what it replaces, for one size on this GPU.
+"""Measure on this GPU whether the fused matmul is faster than the functions that it replaces, for one size.
 
 A measurement multiplies random tensors. It takes about 30 ms, plus the compilation of the configs.
 """
@@ -26,30 +26,32 @@ logger = logging.getLogger("nf4_patch")
 
 Call = Callable[[], Any]
 ROUNDS = 9
-MARGIN = 0.03  # the fused matmul has to be faster by this fraction
-# SLACK: the kernel's error against fp64 may be this many times the error of dequantize + matmul. The two errors differ a little,
-# because the kernel adds in a different order.
+MARGIN = 0.03  # a config wins only if it is faster by more than this fraction
+# SLACK: the error of the fused matmul may be this many times the error of dequantize + matmul, both against fp64.
+# The two errors differ a little, because the fused matmul adds in a different order.
 SLACK = 1.01
-HEAD_START = 5_000_000  # GPU cycles, about 3 ms, that the GPU sleeps while the host enqueues a whole round
+# HEAD_START: the GPU sleeps for this many cycles (about 3 ms), while the host enqueues a whole round.
+HEAD_START = 5_000_000
 DEQUANTIZE = "dequantize + matmul"
 
 
 class Measurement(NamedTuple):
-    """The result of a measurement: the config that won, and the times that decided."""
+    """The result of a measurement: the config that won, if any, and the times that were compared."""
 
     config: SmallMConfig | None  # None if the fused matmul is not faster
     us: Mapping[str, float]  # median GPU time in us, by the name of the timed function
 
 
 class Rival(NamedTuple):
-    """A library's function that the fused matmul has to beat."""
+    """A library function that the fused matmul is compared with in a measurement."""
 
     rows: int  # the most rows that the function multiplies
-    call: Callable[..., Any]  # its arguments are the original function, x [m, k], the PackedWeight and its QuantState
+    # ``call`` runs the function. Its arguments are the function, x [m, k], the PackedWeight and the QuantState.
+    call: Callable[..., Any]
 
 
 def rows_of_tokens(original: Callable[..., Any], x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call one of Unsloth's functions, which take x as a batch of single tokens, [m, 1, k]."""
+    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
     return original(x.unsqueeze(1), weight.packed, state, None)
 
 
@@ -71,9 +73,9 @@ RIVALS: Mapping[str, Rival] = {
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
-    """Return the libraries' functions that the fused matmul replaces in this process, by name.
+    """Return the original library functions that the fused matmul replaces in this process, by name.
 
-    Leave out functions that cannot multiply ``m`` rows.
+    Functions that cannot multiply ``m`` rows are left out.
     """
     entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
     return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
@@ -83,12 +85,14 @@ def measure(
     device: int, first: int, last: int, n: int, k: int, configs: Iterable[SmallMConfig],
     originals: Mapping[str, Callable[..., Any]],
 ) -> Measurement | None:  # fmt: skip
-    """Check the configs for x [last, k] and a weight [n, k], and time them against the originals.
+    """Measure whether a config of the fused matmul is faster than the original functions, for a weight [n, k].
 
-    The result applies to every row count from ``first`` to ``last``. The configs are timed with ``last`` rows, where
-    they are slowest. The originals, and dequantize + matmul, are also timed with ``first`` rows, where they are
-    fastest. A config wins if its median time is below every time of the others (see ``winner``). A matmul of more rows
-    never takes less time, so this config is faster for every row count in the range.
+    First check the results of each config, then time the correct configs, the originals, and dequantize + matmul.
+
+    The result applies to every row count from ``first`` to ``last``, because more rows never take less time. The
+    configs are timed with ``last`` rows, where they are slowest. The originals, and dequantize + matmul, are also timed
+    with ``first`` rows, where they are fastest. A config wins if its median time is below all their times (see
+    ``winner``).
 
     Returns:
         None if the GPU has too little free memory, the host was too slow to time anything, or no config gives right results.
@@ -97,7 +101,7 @@ def measure(
         KernelUnavailable: the dequantization kernel cannot be compiled.
     """
     with runtime.on_device(device), torch.no_grad():
-        torch.cuda.synchronize()  # wait for kernels in other streams, which would be timed too
+        torch.cuda.synchronize()  # wait for kernels in other streams, which would distort the times
         cache_size = torch.cuda.get_device_properties(device).L2_cache_size
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < 8 * n * k + 8 * cache_size:
@@ -111,7 +115,8 @@ def measure(
         for config in configs:
             try:
                 product = launch.resolve(x, weight, None, config)
-            except runtime.KernelUnavailable:  # too many registers for this GPU, or an instruction that it lacks
+            except runtime.KernelUnavailable:
+                # The config needs too many registers for this GPU, or an instruction that the GPU lacks.
                 continue
             if why := wrong(product, x, dense, truth):
                 logger.warning("nf4_patch: %s is not used for %d x %dx%d on this GPU: %s", config, last, n, k, why)
@@ -123,7 +128,7 @@ def measure(
             theirs[f"{DEQUANTIZE}, {m} rows"] = lambda x=x[:m]: F.linear(x, dequantization.run())  # type: ignore[misc]
             for name, original in originals.items():
                 call = functools.partial(RIVALS[name].call, original, x[:m], weight, state)
-                # Unsloth's _gemv_rows returns None to make its caller dequantize
+                # Unsloth's _gemv_rows may return None instead of a product. Its caller then dequantizes.
                 if m <= RIVALS[name].rows and call() is not None:
                     theirs[f"{name}, {m} rows"] = call
         times = gpu_times({**ours, **theirs}, 4 * cache_size)
@@ -134,13 +139,14 @@ def measure(
 
 
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
-    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all names outside ``ours``.
+    """Return the name of the config with the smallest median time, or "" if the config is not clearly faster.
 
-    Clearly faster means that the median is below every single time of the names outside ``ours``, by more than ``MARGIN``.
+    Clearly faster means that the median of the config is below every single time of the other functions, by more than
+    the fraction ``MARGIN``.
 
     Args:
-        times: all measured times, by the name of what was timed.
-        ours: the names of the configs of the fused matmul.
+        times: all measured times of each config and each other function, by name.
+        ours: the names of the configs.
     """
     medians = {name: statistics.median(times[name]) for name in ours}
     best = min(medians, key=lambda name: medians[name], default="")
@@ -151,9 +157,9 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
     """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k].
 
-    The dtype of both is bf16, or fp16 before sm_80.
+    Both are in bf16, or in fp16 on a GPU before sm_80.
 
-    PyTorch's default random generator is not used, so that a measurement does not change the user's random numbers.
+    The random numbers come from a new generator, because PyTorch's default generator belongs to the user's program.
     """
     where = torch.device("cuda", device)
     dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
@@ -171,7 +177,7 @@ def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, 
 
 
 def quant_state(weight: PackedWeight) -> Any:
-    """Return bitsandbytes' QuantState of a weight with double quantization."""
+    """Convert a weight with double quantization to bitsandbytes' QuantState."""
     from bitsandbytes.functional import QuantState
 
     second = QuantState(weight.absmax2, code=weight.code2, blocksize=weight.blocksize2, dtype=torch.float32)
@@ -181,13 +187,13 @@ def quant_state(weight: PackedWeight) -> Any:
 
 
 def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Tensor, truth: torch.Tensor) -> str:
-    """Check a compiled config. Return the failure, or "" if its results are right.
+    """Check the results of a compiled config. Return a description of the error, or "" if the results are right.
 
-    One-hot rows have to return columns of the dequantized weight. For ``x``, the error against fp64 must not exceed the error
-    of a matmul with the dequantized weight, times SLACK.
+    The product with one-hot rows must equal columns of the dequantized weight. The product with ``x`` may have an error
+    against fp64 of up to SLACK times the error of dequantize + matmul.
 
     Args:
-        product: the compiled config. It takes x and an output tensor.
+        product: the compiled config, a function of x and an output tensor.
         dense: the dequantized weight [n, k].
         truth: x @ dense.T in fp64, [m, n].
     """
@@ -202,13 +208,13 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
 
 
 def gpu_times(calls: Mapping[str, Call], flushed: int) -> dict[str, list[float]]:
-    """Return the GPU times of each call in us, with a cold L2 cache.
+    """Time each call on the GPU with a cold L2 cache. Return the times in us, by the name of the call.
 
-    A round runs every call once, so each call has one time per round. A round in which the host did not keep ahead of
-    the GPU is dropped, because its times contain gaps.
+    A round runs every call once and gives one time per call. A round is dropped if the GPU reached its first call
+    before the host had enqueued all calls, because the GPU may then have waited for the host.
 
     Args:
-        flushed: bytes to read before each call, to overwrite the L2 cache.
+        flushed: how many bytes are read before each call, to overwrite the L2 cache.
     """
     other = torch.zeros(flushed // 4, dtype=torch.float32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,4 +1,4 @@
-"""``matmul="auto"``: multiply few rows straight from the packed weight."""
+"""Define the option ``matmul="auto"``, which multiplies few rows by the packed weight without a dense copy of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MatmulTarget = functools.partial(Target, option="matmul")
 
 
 def report(mode: str | int) -> dict[str, str]:
-    """Return what was measured in this process: by size, whether the fused matmul runs, and the times."""
-    module = sys.modules.get(f"{__package__}.choice")  # it needs torch
+    """Return the measurements of this process by size: whether the fused matmul runs, and the times."""
+    module = sys.modules.get(f"{__package__}.choice")  # choice.py imports torch, so it is not imported here
     return module.report() if module else {}
 
 

@@ -1,7 +1,8 @@
-"""Fused matmul in place of bitsandbytes' and Unsloth's matmul of a few rows.
+"""Replace bitsandbytes' and Unsloth's matmul of a few rows by the fused matmul.
 
-Results are as accurate as dequantize + matmul, but not bit-identical. The same is true of bitsandbytes' fused kernels. That is
-why it is off by default and needs ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto.
+Results of the fused matmul are as accurate as those of dequantize + matmul, but not bit-identical. The same is true
+of bitsandbytes' own fused kernels. So the fused matmul is off by default. ``enable(matmul="auto")`` or
+NF4_PATCH_MATMUL=auto switches it on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FusedMatmul:
 
         Args:
             weight: in x's dtype.
-            out: filled and returned if given.
+            out: the tensor for the result. If it is None, a new tensor is returned.
         """
         launch: matmul.MatmulLaunch | Reason | None
         key: Any
@@ -57,7 +58,8 @@ class FusedMatmul:
             )
             key = (x.shape, x.get_device(), x.is_neg(), bias_key, weight.memo())
             launch = self.launches.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # not a tensor, a tensor without memory, or a list as a shape
+        except (AttributeError, TypeError, RuntimeError):
+            # An argument is not a tensor, or a tensor has no memory, or a shape is a list. Such a call has no key.
             key = launch = None
         if launch is None:
             launch = self.remember(key, self.resolve(x, weight, bias))
@@ -70,7 +72,10 @@ class FusedMatmul:
         return result
 
     def remember(self, key: Any, launch: matmul.MatmulLaunch | Reason) -> matmul.MatmulLaunch | Reason:
-        """Keep a launch for later calls with the same key, unless the key is None. Return the launch, or the Reason."""
+        """Store a launch for later calls with the same key, and return it.
+
+        A Reason is returned without being stored, and so is a launch if the key is None.
+        """
         if key is not None and type(launch) is not Reason:
             if len(self.launches) >= LIMIT:
                 self.launches.clear()
@@ -110,14 +115,17 @@ class FusedMatmul:
         self, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None = None, out: Tensor | None = None,
         transposed: bool | None = None,
     ) -> Tensor | Reason:  # fmt: skip
-        """Call ``run`` with the weight of a QuantState, if no gradient is required.
+        """Multiply x by a weight that is given as packed bytes and a QuantState. Return the product, or a Reason.
+
+        A call that requires a gradient gets a Reason, because the fused matmul has no backward.
 
         Args:
-            transposed: whether the packed weight has to be [1, bytes]; None accepts both layouts.
+            transposed: the required layout of the packed bytes. True requires [1, bytes], False requires another
+                layout, and None accepts all.
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
-            # On the CPU, a weight that is packed for the CPU is no error, because bitsandbytes itself multiplies by it.
+            # bitsandbytes itself multiplies by a weight that is packed for the CPU. So on the CPU this is no error.
             return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
         if modes_active():
             return Reason.DISPATCH_MODE
@@ -144,7 +152,7 @@ class FusedMatmul:
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """Return a function that makes replacements, for the ``replace`` field of a Target.
+    """Turn ``multiply`` into a factory of replacements, for the ``replace`` field of a Target (a decorator).
 
     A replacement calls ``multiply`` first. If ``multiply`` returns a Reason, the original function runs.
     """

@@ -1,4 +1,7 @@
-"""Fused matmul for up to 64 rows of X: how a config divides the work, and the compiled kernels."""
+"""Divide the work of the fused matmul for up to 64 rows of X, and compile its kernels.
+
+``plan`` divides the work as a config says. ``SmallMKernel`` compiles the kernels of a plan.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,22 @@ from .tuning import TILE_COUNTS, SmallMConfig
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # elements that a program of sum_split_k_kernel computes
+BLOCK = 1024  # number of elements that each program of sum_split_k_kernel computes
 
 
 class SmallMPlan(NamedTuple):
     """How a config divides the work of one size on one GPU.
 
     The rows of the weight are split evenly into ``sm_partitions`` partitions. With ``split_k`` > 1, K is split evenly
-    too. One multiprocessor computes one part of K of one partition. The CTAs for it have indices in the grid that are
-    ``sm_partitions`` apart, because the GPU normally hands CTAs to its multiprocessors in turn.
+    too. Each multiprocessor computes one part of K for one partition, with one or more CTAs. The indices of these CTAs
+    in the grid are ``sm_partitions`` apart. Such CTAs normally run on the same multiprocessor, because the GPU normally
+    assigns CTAs to its multiprocessors in turn.
     """
 
     sm_partitions: int  # partitions of the weight's rows
     ctas: int  # CTAs in the whole grid
     warps: int  # warps per CTA
-    split_k: int  # parts of K; a second launch adds the sums of the parts
+    split_k: int  # number of parts of K; if K is split, a second launch adds up the partial sums
     ptx: str
     dependent: bool = False  # programmatic dependent launch: the kernel may start before the previous kernel ends
     registers: int | None = None  # maximum number of registers per thread; with None, ptxas decides
@@ -49,7 +53,8 @@ def plan(
         step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
         adapter: the layout of the LoRA adapter that the kernel adds.
     """
-    if step < 32:  # a 128-bit load would contain weights with two scales, and rows are only 8-byte aligned
+    # With a small step, 128 bits would hold weights with two scales, and packed rows would be only 8-byte aligned.
+    if step < 32:
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
     chunks = -(-k // 256)
@@ -62,13 +67,14 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability, adapter
     )  # fmt: skip
-    # The driver is checked, because an older driver may run a dependent launch, but fail to capture it in a CUDA graph.
+    # An older driver may run a dependent launch, but fail to capture the launch in a CUDA graph.
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
-    # 255 registers per thread are allowed, because ptxas uses only 168 to 177 by itself. 24 rows, 14336x4096, take 25.6 us with the
-    # limit of 255, and 33.4 us without it (H200, triton 3.6.0).
+    # A limit of 255 registers per thread makes the kernel faster. By itself, ptxas uses only 168 to 177 registers.
+    # For 24 rows, 14336x4096, the kernel takes 25.6 us with the limit, and 33.4 us without it (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
-    if adapter is not None:  # the registers for the adapter must leave room for all CTAs of a multiprocessor
+    # An adapter takes more registers. With this limit, all CTAs of a multiprocessor still fit on it.
+    if adapter is not None:
         registers = min(255, 2048 // (warps * config.ctas_per_sm))
     return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)
 
@@ -86,8 +92,8 @@ class SmallMKernel:
         self.grid, self.part_numel = division.ctas, division.split_k * m * n
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
-        # Empty tensors stand in for the tensors that each call allocates. Their address is 0, a multiple of 16. So
-        # Triton compiles for 16-byte aligned addresses, and all tensors of later calls have such addresses.
+        # Triton compiles a kernel for the alignment of its example arguments. Later tensors are 16-byte aligned.
+        # Empty tensors stand in for the tensors that a call allocates. Their address is 0, which is also aligned.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

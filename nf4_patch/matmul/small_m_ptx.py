@@ -1,23 +1,25 @@
-"""Generate the inline PTX of the fused matmul for few rows of X: the code of one CTA for a given config.
+"""Generate the inline PTX of the fused matmul for few rows of X. The PTX is the code of one CTA for a given config.
 
-``out[M, N] = X[M, K] @ weight[N, K].T``. In ``mma.sync.m16n8k16``, a warp's A operands are 16-row tiles of the weight, and its
-B operands are 8-row tiles of X. Accumulators are fp32. Neither the weight nor X goes through shared memory.
+A CTA computes a part of ``out[M, N] = X[M, K] @ weight[N, K].T`` with the instruction ``mma.sync.m16n8k16``. The A
+operand of an mma is a tile of 16 rows of the weight, and the B operand is a tile of 8 rows of X. Accumulators are fp32.
+The weight and X are loaded from global memory directly into registers, not through shared memory.
 
 * A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. Per chunk, a lane loads two groups
-  of 128 bits, or four groups of 64 bits, from each of its rows. These bytes are exactly the lane's fragment of the mma,
-  because A and B use the same permutation of K.
-* Two weights (one byte) are decoded at once. A table in shared memory has an entry of two fp32 codes for each value of
-  a byte. There are 16 copies of the table. One ``dp4a`` computes the address of the entry (byte * 128 + the start of
-  the lane's copy), and one 64-bit load reads the entry. Each code * scale is rounded once, so the weights are
-  bit-identical to those of dequantize.
-* On Hopper and newer, a warp with two tiles uses the table for one half of its rows only. It decodes the other half with byte
-  permutes (byte_permutes.py), because the arithmetic units have time left.
+  of 128 bits, or four groups of 64 bits, from each of its rows. A and B use the same permutation of K. The permutation
+  is chosen so that a lane loads exactly the bytes that it needs for its part of the A operand.
+* Each byte holds two weights, which are decoded together. A table in shared memory has an entry for each value of a
+  byte, which holds two fp32 codes. There are 16 copies of the table. One ``dp4a`` computes the address of an entry
+  (byte * 128 + the start of the lane's copy), and one 64-bit load reads the entry. Each product code * scale is rounded
+  once, so the decoded weights are bit-identical to those of dequantize.
+* On Hopper and newer, a warp with two tiles of the weight decodes only one half of its rows with the table. It decodes
+  the other half with byte permutes (byte_permutes.py), because the arithmetic units have time left.
 * The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
 * As soon as a group is decoded, the same group of a later chunk is loaded into the same registers.
 
-Bottlenecks (H200, ncu). Up to 16 rows of X, without byte permutes, the limit is the L1 data pipe. A warp needs 200 cycles of it for
-16 rows x 256 elements of the weight, 128 of them for table lookups. From 32 rows upwards, the limit is the latency of loads of X,
-which wait in the same pipe behind those of the weight.
+These are the bottlenecks, as measured with Nsight Compute on an H200. With up to 16 rows of X and no byte permutes, the
+L1 data pipe limits the speed. For 16 rows x 256 elements of the weight, a warp uses this pipe for 200 cycles, and 128
+of these cycles are table lookups. From 32 rows upwards, the latency of loads of X limits the speed, because these loads
+wait in the same pipe behind loads of the weight.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from . import byte_permutes
 from .byte_permutes import vector
 from .tuning import SmallMConfig
 
-# TABLE_BYTES: 16 copies of a table with 256 entries of 8 bytes. Shared memory serves 16 lanes per cycle with 64-bit loads, so each
-# of these lanes reads its own copy.
+# TABLE_BYTES: the size of 16 copies of the decoding table, which has 256 entries of 8 bytes.
+# Shared memory serves 16 lanes per cycle with 64-bit loads, so each of these 16 lanes gets its own copy of the table.
 TABLE_BYTES = 32768
-# SUM_BYTES: memory for partial sums. Together with the table and code2 it is below 48 KiB, the limit without an opt-in.
+# SUM_BYTES: shared memory for partial sums.
+# The table, code2 and the partial sums together need less than 48 KiB. More shared memory would need an opt-in.
 SUM_BYTES = 8192
-# SHARED_BYTES: memory for partial sums and an adapter. It is what the table, code2 (1,024 bytes), and the codes and
-# barriers (256 bytes) leave of 48 KiB.
+# SHARED_BYTES: shared memory for the partial sums and an adapter together.
+# This is the rest of 48 KiB after the table, code2 (1,024 bytes), and the codes and barriers (256 bytes).
 SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256
 
 
@@ -45,7 +48,7 @@ class Dialect(NamedTuple):
     """PTX differences between GPU generations."""
 
     mma_k: int  # K of one mma: 16, or 8 on sm_75, where two mma instructions replace one
-    packed_convert: bool  # one instruction rounds two fp32 numbers and packs them
+    packed_convert: bool  # whether one instruction rounds two fp32 numbers and packs them
     wait: str  # instruction that waits for an mbarrier; "" if the CTA uses bar.sync instead
     hopper: bool = False  # use dependent launches, and byte permutes for half the rows of a warp with two tiles
 
@@ -68,33 +71,33 @@ def log2(x: int) -> int:
 
 
 class AdapterLayout(NamedTuple):
-    """What a CTA has to know about a LoRA adapter."""
+    """The layout of a LoRA adapter, as constants of the PTX."""
 
     rank: int  # a multiple of 4
     wide: bool  # B is fp32, else it has x's dtype
-    parts: int  # number of parts of K; the inner product s * x @ A.T is the sum of one product per part
+    parts: int  # K is split into this many parts; the inner product s * x @ A.T is the sum of the products of the parts
 
     @property
     def ranks(self) -> int:
-        """Return the rank in units of 16, the K of an mma, rounded up."""
+        """Return how many blocks of 16 columns B has, rounded up. One mma multiplies one block."""
         return -(-self.rank // 16)
 
     @property
     def fragments(self) -> int:
-        """Return how many mma operands hold 16 rows of B: one per 16 columns, or two if B is fp32 (``Cta.split``)."""
+        """Return how many mma operands 16 rows of B need: one per 16 columns, or two if B is fp32 (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
-        """Return how many bytes of shared memory the inner product takes.
+        """Return how many bytes of shared memory the inner product s * x @ A.T needs.
 
-        With ``wide`` it is stored in two 16-bit arrays, which add up to the inner product.
+        With ``wide``, two 16-bit arrays are stored. Their sum is the inner product.
         """
         return 256 * n_tiles * self.fragments
 
     def sum_bytes(self, n_tiles: int) -> int:
-        """Return how many bytes of shared memory the partial sums get: SUM_BYTES, else half of SUM_BYTES, else 0.
+        """Return how many bytes of shared memory are left for the warps' partial sums, next to the inner product.
 
-        It is the first of these sizes for which the inner product leaves enough memory.
+        The result is SUM_BYTES if that many bytes are left, else half of SUM_BYTES if that is left, else 0.
         """
         left = SHARED_BYTES - self.inner_bytes(n_tiles)
         return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
@@ -102,16 +105,19 @@ class AdapterLayout(NamedTuple):
 
 @dataclass
 class Cta:
-    """Generator of the PTX of one CTA. The fields are constants of the PTX."""
+    """Generates the PTX of one CTA. The fields are constants of the PTX.
+
+    The docstring of a method says what the PTX does that the method emits.
+    """
 
     config: SmallMConfig
     n_tiles: int  # 8-row tiles of X
-    x_in_registers: bool  # each warp has one chunk of K only, so its part of X stays in registers
+    x_in_registers: bool  # True if each warp has only one chunk of K; its part of X then stays in registers
     half: bool  # True for fp16, False for bf16
     offset: str  # dtype of the offset: f32, f16 or bf16; "" for a flat weight
     step: int  # elements of K that always share a scale: 64, 32, or 16 (with 64-bit loads only)
     tail: bool  # K is not a multiple of 256
-    split_k: bool  # write fp32 partial sums to out[split_k, M, N]
+    split_k: bool  # CTAs split K and write fp32 partial sums to out[split_k, M, N]
     bias: bool
     capability: tuple[int, int]
     adapter: AdapterLayout | None = None
@@ -122,11 +128,12 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # rows of the weight per lane
-        # Byte permutes are used with two tiles per warp, because they are faster: 8 rows, 4096x14336, take 18.2 us instead of 20.1,
-        # and 64 rows, 14336x4096, take 39.2 us instead of 42.3 (H200, triton 3.6.0). With one tile they are not faster.
+        # Byte permutes are used with two tiles per warp, because they are faster. With one tile they are not faster.
+        # For 8 rows, 4096x14336, the kernel takes 18.2 us with byte permutes, and 20.1 without (H200, triton 3.6.0).
+        # For 64 rows, 14336x4096, the kernel takes 39.2 us with byte permutes, and 42.3 without.
         self.permutes = self.dialect.hopper and self.tiles > 1
-        # Per chunk, a lane loads several groups of 32-bit words from each of its rows: ``groups`` is the number of
-        # groups, and ``words`` is the number of words in a group. The ``step`` elements of a step of K share a scale.
+        # From each of its rows, a lane loads ``groups`` groups per chunk. A group consists of ``words`` 32-bit words.
+        # A chunk consists of ``steps`` steps of K. The ``step`` elements of one step share a scale.
         # Group b of a lane belongs to step b * group_steps + lane_step of the chunk.
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
@@ -137,16 +144,17 @@ class Cta:
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         self.ranks, self.wide = (self.adapter.ranks, self.adapter.wide) if self.adapter else (0, False)
         self.sum_bytes = self.adapter.sum_bytes(self.n_tiles) if self.adapter else SUM_BYTES
-        # ``together`` is the number of accumulators that the warps add up at a time (see ``add_up``). A warp adds
-        # accumulator sub + i * warps_k of them for each i in ``mine``.
+        # ``together`` is the number of accumulators that the warps add up at a time (see ``add_up``).
+        # Of these accumulators, a warp adds up number sub + i * warps_k for each i in ``mine``.
         self.together = math.gcd(self.registers, self.sum_bytes // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
 
     def source(self) -> str:
         self.declare()
-        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k. It then saves 0.6 us at 1
-        # to 8 rows. With two CTAs per multiprocessor, a call would take up to 14 us longer. With split_k, a call would take 0.2 us
-        # longer on three sizes of four (H200, triton 3.6.0).
+        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k.
+        # It then saves 0.6 us at 1 to 8 rows (H200, triton 3.6.0).
+        # If it were used with two CTAs per multiprocessor, a call would take up to 14 us longer.
+        # If it were used with split_k, a call would take 0.2 us longer on three sizes of four.
         if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
@@ -183,16 +191,20 @@ class Cta:
         e(f".reg .f32 own<{self.scales}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
         e(f".reg .b64 x<{self.n_tiles}>;")
         if self.adapter:
-            fragments = 4 * self.tiles * self.ranks  # registers of B, each with two 16-bit numbers
+            fragments = 4 * self.tiles * self.ranks  # number of registers for B; each register holds two 16-bit numbers
             e(f".shared .align 16 .b8 inner[{self.adapter.inner_bytes(self.n_tiles)}]; .reg .pred ours, within;")
             e(f".reg .f32 lu<4>, piece<{4 * self.adapter.parts}>; .reg .b32 lx<4>, lb<{fragments}>, rest<4>;")
             if self.wide:
                 e(f".reg .f32 wide<{2 * fragments}>;")
 
     def partition(self) -> None:
-        """Compute which rows of the weight and which chunks of K this warp has. Start to load code, code2 and offset."""
+        """Compute which rows of the weight and which chunks of K this warp processes.
+
+        Also start to load code, code2 and offset.
+        """
         e, rows = self.emit, 8 * self.rows * self.warps_n
-        # g is lane / 4, and t is lane % 4. A lane has rows g and g + 8 of each tile of the weight, and row g of each tile of X.
+        # g is lane / 4, and t is lane % 4.
+        # A lane holds rows g and g + 8 of each tile of the weight, and row g of each tile of X.
         e("mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 g, lane, 2; and.b32 t, lane, 3;")
         e(f"shr.u32 u, tid, 5; and.b32 wk, u, {self.warps_k - 1}; shr.u32 wn, u, {log2(self.warps_k)};")
         e("and.b32 u, lane, 15; mul.wide.u32 d, u, 4; add.u64 d, $4, d; ld.global.f32 f, [d];")
@@ -202,8 +214,8 @@ class Cta:
         if self.offset:
             e(OFFSETS[self.offset])
         e(f"sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; mul.lo.u32 rowbytes, $12, {self.step // 2};")
-        # This CTA has row groups attile to end - 1. All row groups are split evenly into $15 partitions. CTAs i, i + $15,
-        # i + 2 * $15, ... share partition i, because the GPU normally places them on one multiprocessor.
+        # This CTA computes row groups attile to end - 1. All row groups are split evenly into $15 partitions.
+        # CTAs i, i + $15, i + 2 * $15, ... share partition i, because normally one multiprocessor runs them.
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
         e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
         e("div.u32 split, v, row; rem.u32 v, v, row;")
@@ -213,7 +225,8 @@ class Cta:
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
-        # This warp computes the chunks ``first``, ``first + warps_k``, ... below ``stop``, in ``per`` iterations per row group.
+        # Per row group, this warp computes the chunks ``first``, ``first + warps_k``, ... that are below ``stop``.
+        # The warp needs ``per`` iterations for these chunks.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
@@ -223,7 +236,7 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """Load the words and scales of the first chunks, and X if it stays in registers."""
+        """Start to load the packed words and scales of the first chunks. Also load X if X stays in registers."""
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
@@ -243,8 +256,8 @@ class Cta:
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
 
-        Each half warp writes one entry of the table at a time, in 16 copies. An entry holds the codes of a byte's two nibbles, that
-        of the high nibble first.
+        An entry of the table holds two codes for one value of a byte: the code of the high nibble, then that of the low
+        nibble. The 16 lanes of a half warp write the same entry into the 16 copies of the table.
         """
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
@@ -267,16 +280,15 @@ class Cta:
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
 
     def fill_inner(self) -> None:
-        """Add the parts of the adapter's inner product in order, and store the sums in shared memory.
+        """Add up the parts of the adapter's inner product in order, and store the sums in shared memory.
 
-        The sums are rounded to 16 bits, in inner[8 * n_tiles][16 * ranks]. With ``wide`` a second array follows, with
-        the rounding errors.
+        The array inner[8 * n_tiles][16 * ranks] holds the sums, rounded to 16 bits. With ``wide``, a second array of
+        this shape follows, which holds the rounding errors.
         """
         e, quads, count = self.emit, 4 * self.ranks, self.adapter.parts  # type: ignore[union-attr]
         e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
-        for i in range(
-            0, 8 * self.n_tiles * quads, 32 * self.warps
-        ):  # a thread adds four neighbouring columns of a row
+        # In each iteration, a thread adds up four neighbouring columns of one row.
+        for i in range(0, 8 * self.n_tiles * quads, 32 * self.warps):
             e(f"add.u32 idx, tid, {i}; setp.lt.u32 p, idx, {8 * self.n_tiles * quads};")
             e(f"div.u32 u, idx, {quads}; rem.u32 v, idx, {quads}; min.u32 u, u, lastm; mad.lo.u32 u, u, {quads}, v;")
             e("mul.wide.u32 d, u, 16; add.u64 d, $17, d;")
@@ -292,9 +304,13 @@ class Cta:
                 e(f"@p st.shared.v2.b32 [sub + {256 * self.n_tiles * self.ranks}], {{lx2, lx3}};")
 
     def split(self, high: tuple[str, str], low: tuple[str, str], source: str, first: int) -> None:
-        """Round four fp32 registers to 16 bits, into the two registers ``high``.
+        """Round four fp32 registers to 16 bits, and pack the results into the two registers ``high``.
 
-        With ``wide``, also round the four rounding errors to 16 bits, into the two registers ``low``.
+        With ``wide``, also round the four rounding errors to 16 bits, and pack them into the two registers ``low``.
+        The sum of high and low is more precise than high alone.
+
+        Args:
+            source, first: name and number of the first fp32 register.
         """
         e = self.emit
         for i, (to, rest) in enumerate(zip(high, low, strict=True)):
@@ -306,14 +322,17 @@ class Cta:
                 e(f"cvt.rn.{self.name}x2.f32 {rest}, w1, w0;")
 
     def clear_lora(self) -> None:
-        """Set the registers for columns of B past the rank to 0. ``fetch_lora`` does not load these columns."""
+        """Set the registers for columns of B beyond the rank to 0, because ``fetch_lora`` does not load them."""
         if self.adapter and self.adapter.rank % 16:
             name, count = ("wide", 8) if self.wide else ("lb", 4)
             first = count * self.tiles * (self.ranks - 1)
             self.emit(" ".join(f"mov.b32 {name}{i}, 0;" for i in range(first, first + count * self.tiles)))
 
     def fetch_lora(self) -> None:
-        """Load the adapter's B for a new row group, in the first warp along K. ``add_lora`` multiplies it much later."""
+        """Start to load the adapter's B when a row group starts, so that B has arrived when ``add_lora`` multiplies it.
+
+        Only the first warp along K loads B.
+        """
         e, size, rank = self.emit, 4 if self.wide else 2, self.adapter.rank  # type: ignore[union-attr]
         e("setp.eq.u32 ours, atit, 0; setp.eq.and.u32 ours, wk, 0, ours;")
         if self.split_k:
@@ -326,7 +345,7 @@ class Cta:
         for i in range(self.rows):
             e(f"add.u32 u, v, {8 * i}; min.u32 u, u, lastn; mul.wide.u32 d, u, {rank * size};")
             e("add.u64 d, d, wide; add.u64 d, $18, d;")
-            for c in range(self.ranks):  # K is permuted: lane t has columns 4 t to 4 t + 3 of both operands
+            for c in range(self.ranks):  # lane t holds columns 4 * t to 4 * t + 3 of inner and of B
                 loads = "within" if 16 * (c + 1) > rank else "ours"
                 if self.wide:
                     to = f"v4.f32 {vector('wide', 4 * (self.rows * c + i), 4)}"
@@ -336,9 +355,9 @@ class Cta:
                 e(f"@{loads} ld.global.{to}, [d + {16 * size * c}];")
 
     def add_lora(self, k: int) -> None:
-        """Add inner @ B.T to the sums of the first warp along K.
+        """Add the adapter's product, inner @ B.T, to the accumulators of the first warp along K.
 
-        A tile of the weight and a tile of X need one mma per 16 columns of B, or three if B is fp32.
+        For each tile of the weight and each tile of X, one mma runs per 16 columns of B, or three if B is fp32.
         """
         e, line = self.emit, 32 * self.ranks
         mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32"
@@ -364,11 +383,14 @@ class Cta:
         e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
-        """Return the offsets i for which a thread loads entry tid + i of code2. A flat weight has no code2."""
+        """Return the offsets i at which a thread loads code2: thread tid loads each entry tid + i.
+
+        There are no offsets for a flat weight, which has no code2.
+        """
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
-        """Multiply the chunk of K in register set ``k``. Meanwhile, load a later chunk into the same registers."""
+        """Multiply the chunk that is in register set ``k``. Meanwhile, load a later chunk into the same registers."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
         if self.adapter:
@@ -379,7 +401,7 @@ class Cta:
             self.find_x()
             self.load_x(0)
         for i in range(self.scales):
-            if self.offset:  # product and sum are rounded separately, as in dequantize, so an FMA is not used
+            if self.offset:  # dequantize rounds the product and the sum separately, so no FMA is used
                 e(f"mov.u32 v, scales; mad.lo.u32 v, q{k}_{i}, 4, v; ld.shared.f32 f, [v];")
                 e(f"mul.rn.f32 f, f, am{k}_{i}; add.rn.f32 own{i}, f, offset;")
             else:
@@ -399,9 +421,10 @@ class Cta:
             self.fetch_words(k, b)
 
     def decode(self, k: int, b: int) -> None:
-        """Decode group b of a chunk into the A operands of the mma.
+        """Decode group ``b`` of a chunk into the A operands of the mma.
 
-        An A operand has four registers: rows g and g + 8 in the lower half of the mma's K, then the same rows in the upper half.
+        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K.
+        The other two hold the same rows in the upper half.
         """
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
@@ -415,7 +438,7 @@ class Cta:
             decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
 
     def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode the words of one row and one group with the table. Each register gets two weights."""
+        """Decode the packed ``words`` of one row with the table. Each of the ``registers`` gets two weights."""
         for j, register in enumerate(registers):
             self.emit(
                 f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
@@ -428,7 +451,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode like ``look_up``, but with byte permutes. They take as many instructions, but do not read the table."""
+        """Decode with byte permutes, which take as many instructions as ``look_up``, but do not read the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
@@ -437,7 +460,7 @@ class Cta:
     def multiply(self, b: int) -> None:
         words, depth = self.words, self.dialect.mma_k
         mma = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{self.name}.{self.name}.f32"
-        for j in range(0, 4 * words, depth // 8):  # j counts registers of B, and pairs of registers of A
+        for j in range(0, 4 * words, depth // 8):  # j counts the registers of B, and the pairs of registers of A
             for n in range(self.n_tiles):
                 for i in range(self.tiles):
                     c = vector("acc", 4 * (self.tiles * n + i), 4)
@@ -445,15 +468,18 @@ class Cta:
                     self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
     def epilogue(self, k: int) -> None:
-        """Start the next chunk. After the last chunk of a row group, first add up the warps' sums and store the result."""
+        """Go to the next chunk.
+
+        After the last chunk of a row group, first add up the sums of the warps and store the result.
+        """
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         if self.adapter:
             self.add_lora(k)
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
-            # Accumulator 2 * (rows * n + i) + k belongs to row 8 * i of the weight and row 8 * n + k of X, counted from this lane's
-            # first rows.
+            # Accumulator 2 * (rows * n + i) + k belongs to row 8 * i of the weight and row 8 * n + k of X.
+            # Both row numbers count from this lane's first row.
             for i in range(self.registers):
                 self.store(f"acc{i}", 8 * (i // 2 % rows), 8 * (i // 2 // rows) + i % 2)
         else:
@@ -470,12 +496,15 @@ class Cta:
         self.emit(" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(self.registers)))
 
     def add_up(self, k: int, r: int) -> None:
-        """Add up accumulators r to r + together - 1 of the warps that split K. Warp i % warps_k adds accumulator i.
+        """Add up accumulators r to r + together - 1 of the warps that split K, and store the sums.
 
-        The warps exchange their partial sums in shared memory, in sums[wn][wk][accumulator][lane]. Two mbarriers replace bar.sync,
-        so that a warp without an accumulator to add need not wait for the others. It stores its partial sums, arrives at ``full``
-        and continues. It waits only at ``free``, until the previous partial sums have been read. With mbarriers, 8 rows,
-        14336x4096, take 18.9 us instead of 22.0 (H200).
+        Warp i % warps_k adds up accumulator i. The warps exchange their partial sums in shared memory, in
+        sums[wn][wk][accumulator][lane].
+
+        Two mbarriers replace bar.sync, so that a warp without an accumulator to add up need not wait for the other
+        warps. Such a warp writes its partial sums, arrives at ``full`` and continues. Before a warp writes partial
+        sums, it waits at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows, 14336x4096,
+        take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -499,26 +528,26 @@ class Cta:
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """Return the PTX that arrives at a barrier.
+        """Return the PTX with which a warp arrives at a barrier.
 
-        A warp arrives at ``full`` after it stored its partial sums, and at ``free`` after it read the partial sums that it adds.
+        A warp arrives at ``full`` after it wrote its partial sums, and at ``free`` after it read the sums to add up.
         """
         if self.dialect.wait:
-            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the stores of the other lanes
-            # as races.
+            # Every lane of a warp arrives at the barrier, although one arrival per warp would be enough.
+            # With one arrival per warp, the tool racecheck (2025.3.1) would report the other lanes' stores as races.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
     def wait_for(self, barrier: str, phase: str, label: str) -> str:
-        """Return the PTX that waits until all warps have arrived at a barrier, ``full`` or ``free``."""
+        """Return the PTX that waits at ``full`` or ``free`` until every warp that uses this barrier has arrived."""
         if self.dialect.wait:
             return f"{label}: {self.dialect.wait} p, [{barrier}], {phase}; @!p bra {label};"
         return "bar.sync 0;" if barrier == "free" else ""
 
     def compute_addresses(self) -> None:
-        """Compute the addresses of the next fetch, which is one chunk of 8 * ``rows`` rows of the weight.
+        """Compute the addresses of the next chunk to load. A warp loads the chunk of 8 * ``rows`` rows of the weight.
 
-        Also set the predicate ``there``, which says whether there is such a chunk.
+        Also set the predicate ``there``, which is false if no chunk is left to load.
         """
         e, rows = self.emit, self.rows
         e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
@@ -544,7 +573,11 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """Set a predicate name<b> for each group b: whether this lane's words of the group are within K."""
+        """Set the predicate ``name`` + b for each group b. It is true if this lane's words of group b are within K.
+
+        Args:
+            also: another predicate that has to be true, written as ", predicate".
+        """
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
             self.emit(
@@ -589,7 +622,7 @@ class Cta:
                 self.emit(f"{within}ld.global.nc.v4.b32 {vector('xw', first, 4)}, [x{n} + {offset}];")
 
     def store(self, value: str, drow: str | int, dcolumn: str | int) -> None:
-        """Store the final sum for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
+        """Store a sum, plus the bias, for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
         e = self.emit
         e(f"add.u32 u, row, {drow}; add.u32 v, column, {dcolumn}; setp.lt.u32 p, u, $11; setp.lt.and.u32 p, v, $10, p;")
         if self.bias:
@@ -610,9 +643,15 @@ class Cta:
 def program(*fields: Any) -> str:
     """Return the PTX source for a :class:`Cta` with these fields.
 
-    Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
-    $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
-    With an adapter: $17 fp32 [parts, M, 16 * ranks], whose sum over parts is s * x @ A.T, $18 B [N, rank] (addresses).
-    The grid is sm_partitions x CTAs per partition x split_k, with sm_partitions varying fastest; see SmallMPlan.
+    The PTX has these operands:
+
+    * Addresses: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias.
+    * Integers: $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions,
+      $16 split_k.
+    * Addresses that only an adapter needs: $17 the parts of the inner product, $18 B [N, rank]. The parts are fp32
+      [parts, M, 16 * ranks], and their sum is s * x @ A.T.
+
+    The grid has sm_partitions x CTAs per partition x split_k CTAs. The number of the partition varies fastest (see
+    SmallMPlan).
     """
     return Cta(*fields).source()

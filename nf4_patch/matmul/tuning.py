@@ -1,39 +1,40 @@
-"""Tables of the sizes for which the fused matmul was measured to be faster, with the config for each."""
+"""Tables that say for which sizes the fused matmul is used, and with which config."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 ANY = 2**62
-MULTIPROCESSORS = 132  # of the GPU on which the tables were measured
+MULTIPROCESSORS = 132  # number of multiprocessors of the GPU on which the tables were measured
 TILE_COUNTS = (1, 2, 3, 4, 6, 8)  # numbers of 8-row tiles of X for which kernels are compiled
 
 
 class SmallMConfig(NamedTuple):
-    """How the work for up to 64 rows of X is divided."""
+    """A config of the fused matmul. It divides the work for up to 64 rows of X among CTAs and warps."""
 
     tiles: int  # 16-row tiles of the weight per warp
-    warps_n: int  # warps of a CTA along the rows of the weight, a power of two
-    warps_k: int  # warps of a CTA along K, a power of two
-    # 128-bit loads of the packed weight, instead of 64-bit loads. They halve the L1 cycles for the weight, and double those for X.
+    warps_n: int  # number of warps of a CTA along the rows of the weight, a power of two
+    warps_k: int  # number of warps of a CTA along K, a power of two
+    # True loads 128 bits of the packed weight at a time, False 64 bits.
+    # Loads of 128 bits halve the L1 cycles for the weight, but double the L1 cycles for X.
     load_128bit: bool
     ctas_per_sm: int
-    prefetch_depth: int = 1  # chunks of K that a warp loads at the same time, each into its own registers
-    split_k: bool = False  # split K over CTAs if the rows alone do not fill the GPU; a second launch adds the sums
+    prefetch_depth: int = 1  # number of chunks of K that a warp loads at the same time, each into its own registers
+    split_k: bool = False  # CTAs split K if the rows alone do not fill the GPU; a second launch adds up their sums
 
     @property
     def block_n(self) -> int:
-        """Return the rows of the weight per CTA and iteration."""
+        """Return how many rows of the weight a CTA computes per iteration."""
         return 16 * self.tiles * self.warps_n
 
     def fill(self, n: int, processors: int) -> float:
-        """Return the fraction of the multiprocessors' time that is used for a weight with ``n`` rows."""
+        """Return the fraction of time in which the multiprocessors have work, for a weight with ``n`` rows."""
         groups = -(-n // self.block_n)
         return groups / (processors * -(-groups // processors))
 
 
 class SmallMRow(NamedTuple):
-    """A table row: a config, and the limits within which it is used."""
+    """A row of a table: a config, and the limits of the sizes for which the config is used."""
 
     capability: tuple[int, int]
     max_m: int  # most rows of X
@@ -42,31 +43,36 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# A weight with fewer elements than a minimum here is not multiplied by the fused matmul, because dequantize + matmul is
-# faster. The keys are row counts of X: a minimum applies if X has more rows than its key. MIN_ELEMENTS applies to every
-# weight. MIN_ELEMENTS_UNALIGNED applies to weights that are not 16-byte aligned or have a scale every 16 elements.
-# Times at 64 rows in us: first of the fused matmul, then of dequantize + matmul (H200).
-#   256x2048               8.9    6.9   below MIN_ELEMENTS
-#   1024x4096              8.8    9.8
-#   1024x4096, unaligned  11.1   10.2   below MIN_ELEMENTS_UNALIGNED
-#   1024x4112             11.2   10.2   below MIN_ELEMENTS_UNALIGNED (a scale every 16 elements)
-#   4096x4096, unaligned  20.7   21.0
+# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster.
+# Each key is a number of rows. The minimum applies if X has more rows than the key.
+# MIN_ELEMENTS applies to every weight.
+# MIN_ELEMENTS_UNALIGNED applies to weights that are not 16-byte aligned or have a scale every 16 elements.
+# The measured times are in us, with 64 rows of X on an H200:
+#   weight                fused   dequantize + matmul
+#   256x2048               8.9     6.9   below MIN_ELEMENTS
+#   1024x4096              8.8     9.8
+#   1024x4096, unaligned  11.1    10.2   below MIN_ELEMENTS_UNALIGNED
+#   1024x4112             11.2    10.2   below MIN_ELEMENTS_UNALIGNED (a scale every 16 elements)
+#   4096x4096, unaligned  20.7    21.0
 MIN_ELEMENTS = {16: 2**21}
 MIN_ELEMENTS_UNALIGNED = {32: 2**24}
 
-# Each row holds capability, max_m, max_k, min_n and a config. The arguments of the config are tiles, warps_n, warps_k, load_128bit
-# and ctas_per_sm. The first row whose limits fit is used. Among rows with the same limits, the row that keeps the most
-# multiprocessors busy is used, or the first of several such rows. If no row fits, the caller dequantizes and multiplies.
-# Times of the fused matmul in us per call for M rows of X and weights [N, K] (CUDA graph over weights that overflow the L2 cache;
-# H200, torch 2.11, triton 3.6.0, bf16):
+# SMALL_M_ROWS is the table of configs. Each row holds capability, max_m, max_k, min_n and a config.
+# The arguments of a config are tiles, warps_n, warps_k, load_128bit and ctas_per_sm.
+# The first row whose limits fit the size is used. If no row fits, the caller dequantizes and multiplies.
+# Among rows with the same limits, the row that keeps the most multiprocessors busy is used.
+# If several of these rows keep equally many busy, the first of them is used.
+#
+# The fused matmul takes these times per call in us, for M rows of X and weights [N, K].
+# They were measured in bf16 with a CUDA graph over weights that overflow the L2 cache (H200, torch 2.11, triton 3.6.0).
 #   N x K     14336x4096   4096x14336   4096x4096   8192x8192   28672x8192
 #   M = 1           15.8         17.6         6.3        19.7         56.7
 #   M = 8           16.8         18.2         7.1        21.3         63.4
 #   M = 16          20.2         19.4         7.7        23.2         75.6
 #   M = 32          28.5         24.6         9.8        27.8         94.4
 #   M = 64          39.4         35.3        13.4        39.1          139
-# X stays in registers if each warp has only one chunk of K (K up to 4096 with 16 warps). A matmul with a 14336x4096 weight then
-# takes 16.9 us instead of 21.8 at M = 1, and 21.7 us instead of 26.9 at M = 16.
+# X stays in registers if each warp has only one chunk of K, which is the case for K up to 4096 with 16 warps.
+# A 14336x4096 weight then takes 16.9 us instead of 21.8 at M = 1, and 21.7 us instead of 26.9 at M = 16.
 # Above 64 rows, the fused matmul would have to read the weight twice, and would be slower than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(1, 1, 16, True, 1)),
@@ -83,9 +89,10 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 )
 
 
-# SMALL_M_CANDIDATES are configs for a T4, which supports fp16 only. A performance model (docs/notes) predicts that they are 1.4 to
-# 3.0 times as fast as bitsandbytes from 4 rows upwards, and not faster below. On a GPU without a row in the table above, choice.py
-# measures these configs at the first use of a size.
+# SMALL_M_CANDIDATES are configs that were made for a T4, which supports fp16 only.
+# On a GPU without a row in the table above, choice.py measures these configs at the first use of a size.
+# A performance model (docs/notes) predicts how fast these configs are on a T4, compared with bitsandbytes.
+# They are 1.4 to 3.0 times as fast from 4 rows of X upwards, and not faster below 4 rows.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
     SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),

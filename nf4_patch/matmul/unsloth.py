@@ -1,4 +1,4 @@
-"""Replacements for Unsloth's matmul of a few rows."""
+"""Replace Unsloth's functions that multiply few rows by a packed weight."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ from .product import FusedMatmul, multiplied_first
 
 @multiplied_first
 def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
-    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, [1, 1, K] to [1, 1, N]. While Dynamo traces, Unsloth's code runs."""
+    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which multiply a single token: X [1, 1, K] to [1, 1, N].
+
+    While Dynamo traces, Unsloth's code runs.
+    """
     return fused.one_row(X, W, quant_state, out)
 
 
 @multiplied_first
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
-    """Replace ``_gemv_rows`` for a batch of single tokens, [M, 1, K] to [M, 1, N].
+    """Replace ``_gemv_rows``, which multiplies a batch of single tokens: X [M, 1, K] to [M, 1, N].
 
-    If the fused matmul does not support a call, return the Reason. Unsloth's own function then runs. Unsloth's function returns
-    None if its caller has to dequantize.
+    If the fused matmul does not support a call, return the Reason. Unsloth's ``_gemv_rows`` then runs. It may return
+    None, and then its caller dequantizes.
     """
     return fused.of_state(X, W, quant_state, None, out)
 
 
 @multiplied_first
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
-    """Replace ``matmul_lora``, a linear layer in Unsloth's LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
+    """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
 
-    A packed weight of shape [1, bytes] means x @ weight, without the transpose. Unsloth's code runs for such a weight.
+    If the packed weight has the shape [1, bytes], Unsloth computes X @ W, without the transpose. The replacement does
+    not support such a weight, so Unsloth's code runs.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # If autocast or the weight has another dtype than X, Unsloth's function runs. It multiplies in autocast's dtype,
-    # and rounds a weight of another dtype twice. The fused matmul does neither, so its results would differ.
+    # If autocast or the weight has another dtype than X, Unsloth's function runs, because the results would differ.
+    # Unsloth multiplies in autocast's dtype, and rounds a weight of another dtype twice. The fused matmul does neither.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return Reason.MATMUL_OPERANDS
     rows = X.view(-1, X.shape[-1])

@@ -1,12 +1,15 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-A row is one token at one of its ``top_k`` experts. Between the two grouped products, transformers reads and writes all rows about
-ten times: it masks, casts, weights, sorts back and adds. On a GPU, two kernels do this work here. The first kernel adds LoRA and
-applies the gate. The second kernel multiplies the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32.
-The backward needs no scatter, because the rows of every token are known.
+A row is one token at one of its ``top_k`` experts. All rows are multiplied in two grouped products, by gate_up_proj and
+by down_proj. Around these products, transformers reads and writes all rows about ten times, because it masks, casts,
+weights, sorts back and adds them in separate operations.
 
-On a CPU, and for generation, the forward is written in PyTorch. Without LoRA, the results of that version are bit-identical to
-those of transformers.
+On a GPU, two kernels do this work instead. The first kernel adds LoRA and applies the gate. The second kernel
+multiplies the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32. The backward needs no
+scatter, because ``Order`` knows the rows of every token.
+
+On a CPU, and for generation, PyTorch operators do this work. Without LoRA, the results are then bit-identical to those
+of transformers.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from .product import ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
 GATES = ("SiLUActivation", "SiLU")
-# DEFAULTS: attributes that transformers' decorator sets on an experts module, and the values to use where they are missing.
-# Liger's class has none of these attributes.
+# DEFAULTS: attributes that transformers' decorator sets on an experts module, with the value to use if one is missing.
+# Liger's class of experts has none of these attributes.
 DEFAULTS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -34,22 +37,22 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return the value of an attribute in DEFAULTS. If the experts module lacks the attribute, return its default."""
+    """Return an attribute of an experts module. If the module lacks the attribute, return the value in DEFAULTS."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 def kernels_or_reference() -> Any:
-    """Return the module whose functions a backward calls: launch.py, or reference.py under compiled autograd.
+    """Return the module that computes a backward: launch.py, or under compiled autograd reference.py, without kernels.
 
-    Dynamo traces compiled autograd, and cannot trace the launch of a kernel.
+    Under compiled autograd Dynamo traces the backward, and Dynamo cannot trace the launch of a kernel.
     """
     return reference if is_compiling() else launch
 
 
 class Saved(torch.autograd.Function):
-    """Autograd node that saves a tensor for the backward of ``Combined``, long before the forward of ``Combined`` runs.
+    """Saves a tensor for the backward of ``Combined``, in a separate autograd node that runs long before ``Combined``.
 
-    ``Combined`` explains why it does not save the tensor itself.
+    The docstring of ``Combined`` says why ``Combined`` does not save the tensor itself.
     """
 
     @staticmethod
@@ -59,27 +62,33 @@ class Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[None, None]:
-        return None, None  # autograd calls this after the backward of ``Combined``, and then frees the saved tensor
+        return None, None  # autograd runs this after the backward of ``Combined``, and then frees the saved tensor
 
 
 class Order(NamedTuple):
-    """The order of the rows, which are sorted by expert. A row is one token at one of its ``top_k`` experts.
+    """The order in which the rows are sorted by expert. A row is one token at one of its ``top_k`` experts.
 
-    The slot of a row is token * top_k + k, where k numbers the experts of the token. It is the index of the row's router weight.
+    Each row has a slot, which is its place before sorting. The slot is token * top_k + k for the k-th expert of the
+    token. It is also the index of the row's router weight.
     """
 
     expert_of: Tensor  # int16 [rows]: the expert of each row
     slot_of: Tensor  # int64 [rows]: the slot of each row
     row_of: Tensor  # int64 [tokens, top_k]: the row of each slot
     ends: Tensor  # int32 [experts]: the index after the last row of each expert
-    # ``saved`` is the result of ``Saved``. It is kept alive here, because PyTorch 2.11 frees the saved tensors of an autograd node
-    # together with the result of the node.
+    # ``saved`` is the result of ``Saved``. This field keeps the result alive until the backward.
+    # PyTorch 2.11 frees the tensors that an autograd node saved as soon as the result of the node is freed.
     saved: Any = None
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
-        """Build the Order from the chosen experts of each token, int64 [tokens, top_k]."""
-        # int16, because the sort then takes a quarter of the passes that it takes for int64
+        """Sort the rows by expert and return their Order.
+
+        Args:
+            ids: the chosen experts of each token, int64 [tokens, top_k].
+            experts: the number of experts.
+        """
+        # The ids are sorted as int16, because sorting int64 takes four times as many passes.
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
@@ -87,7 +96,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_kernels(self) -> Order:
-        """Return a copy of this Order that also saves slot_of for the backward of ``Combined``."""
+        """Return a copy of this Order whose field ``saved`` saves slot_of for the backward of ``Combined``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=True), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -95,13 +104,13 @@ class Order(NamedTuple):
         return self.slot_of // self.row_of.shape[1]
 
 
-# Row indices are saved with ``ctx.save_for_backward``, not as attributes of ``ctx``. The recompute of a checkpoint may choose
-# other experts than the forward, and autograd then returns the tensors that the recompute saved. An attribute of ``ctx`` would
-# still hold the indices of the forward.
+# The classes below save row indices with ``ctx.save_for_backward``, not as attributes of ``ctx``.
+# The recompute of a checkpoint may choose other experts than the forward. The backward needs the recompute's indices.
+# ``ctx.saved_tensors`` returns the recompute's indices. An attribute of ``ctx`` would still hold the forward's indices.
 
 
 class Gathered(torch.autograd.Function):
-    """Copy the hidden state of each token to the token's rows: [tokens, hidden] to [rows, hidden] in ``dtype``."""
+    """Copy the hidden state of each token to the ``top_k`` rows of the token: [tokens, hidden] to [rows, hidden]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -117,10 +126,10 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Compute silu(gate) * up, [rows, inner].
+    """Add LoRA's product (``addend``) to the first product (``rows``), and compute silu(gate) * up, [rows, inner].
 
-    gate is the first half of the columns of rows + addend, [rows, 2 * inner], and up is the second half. Only the sum rows + addend
-    is saved for the backward.
+    The sum has the shape [rows, 2 * inner]. The first half of its columns is gate, and the second half is up. Only the
+    sum is saved for the backward.
     """
 
     @staticmethod
@@ -139,14 +148,16 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """Return two views of the down projection's input: one for the frozen weight, one for LoRA.
+    """Apply the router's weights in the backward of the down projection, instead of in the backward of ``Combined``.
 
-    The backward multiplies the gradient of the first view by the router's weights, and adds the gradient of the LoRA view, which
-    already contains them.
+    The forward of ``Combined`` multiplies the output of the projection by the router's weights. So the backward has to
+    multiply the gradient of this output by them. The projection is linear, so the gradient of its input can be
+    multiplied instead. Then the output need not be saved, and the recompute of a checkpoint stops before the
+    projection.
 
-    ``Combined`` multiplies the output of the down projection by the router's weights, so the gradient needs them too. The
-    projection is linear, so the gradient of its output or of its input may be multiplied. Here the gradient of the input is
-    multiplied. The output then need not be saved, and the recompute of a checkpoint stops before the projection.
+    The forward returns two views of the projection's input: one for the frozen weight, one for LoRA. The backward
+    multiplies the gradient of the first view by the router's weights. It adds the gradient of LoRA's view unchanged,
+    because ``products`` has already applied the router's weights there.
     """
 
     @staticmethod
@@ -167,11 +178,12 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """Multiply the rows by the router's weights, add the rows of ``addend``, and sum the rows of each token.
 
-    The backward leaves the router's weights out, because ``Weighted`` applies them to the gradient.
+    The backward does not apply the router's weights to the gradient, because ``Weighted`` does.
 
-    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor, so it ends
-    before the down projection. The backward then reads slot_of from ``saved``, which is ``Order.saved``. ``saved`` is an argument of
-    the function, so that autograd also runs the backward of ``Saved`` and frees the tensor.
+    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor,
+    so the recompute then ends before the down projection. The backward needs slot_of, and reads the tensor that
+    ``Saved`` saved earlier. The argument ``saved`` is the result of ``Saved``. Because it is an argument, autograd also
+    runs the backward of ``Saved`` and frees the tensor.
     """
 
     @staticmethod
@@ -179,8 +191,8 @@ class Combined(torch.autograd.Function):
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
-        # Without hooks on saved tensors there is no checkpoint, so the node saves slot_of itself. Compiled autograd
-        # needs this, because it can read only the node's own saved tensors.
+        # A checkpoint sets hooks on saved tensors. If no hooks are set, this node saves slot_of itself.
+        # Compiled autograd needs this, because it can read only the tensors that this node saved.
         if saved_tensors_hooks(True) is None:
             ctx.save_for_backward(order.slot_of)
         return launch.combine(rows, order.row_of, dtype, weights, addend)
@@ -200,12 +212,12 @@ def products(
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. This function then multiplies
-            LoRA's product by them, and ``Combined`` multiplies the frozen product by them. In the backward,
-            ``Weighted`` multiplies the gradient that comes back through the frozen product by them.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows this product, else None. With
+            these weights, this function multiplies LoRA's product by them. ``Combined`` multiplies the frozen product
+            by them, and ``Weighted`` multiplies the gradient that comes back through the frozen product.
 
     Returns:
-        The frozen product plus the bias, and LoRA's product or None. The caller adds the two.
+        The product with the frozen weight plus the bias, and the product with LoRA or None. The caller adds the two.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -214,7 +226,7 @@ def products(
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = grouped(inner, factors[1], order.ends).contiguous()
-    # This product comes last, so that the recompute of a checkpoint stops before it.
+    # The frozen product is computed last, so that the recompute of a checkpoint stops before it.
     y = weight.multiplied(x, order.ends).contiguous()
     if weight.bias is not None:
         y = summed(y, weight.bias[order.expert_of.long()])
@@ -225,14 +237,14 @@ def forward(
     module: Any, stacks: dict[str, PackedExperts], lora: dict[str, Lora], whole: bool,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute what transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward`` computes.
+    """Run the experts of one layer, in place of ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
 
     Args:
         stacks: the packed stacks by name. A stack is a tensor [experts, ...] that holds one weight, such as down_proj,
             of every expert. Stacks that are not in this dict are read from the module as dense weights.
         lora: the LoRA factors of the active adapters, by the name of the stack.
-        whole: True multiplies all rows in grouped products with all experts. False copies the weight of each row's expert, and
-            multiplies the row by this copy.
+        whole: True multiplies all rows in grouped products with all experts. False copies the expert's weight for each
+            row, and multiplies the row by this copy.
         hidden_states: [tokens, hidden].
         top_k_index, top_k_weights: the chosen experts of each token, and the router's weights for them, [tokens, top_k].
 
@@ -253,8 +265,8 @@ def forward(
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-# Both functions below read the second weight only after the first product, as transformers does. The dense copy of the second
-# weight then takes memory for a shorter time.
+# Both functions below read the weight of the second product only after the first product, as transformers does.
+# So the dense copy of the second weight takes memory for a shorter time.
 
 
 def by_kernels(
@@ -263,10 +275,11 @@ def by_kernels(
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
     gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
-    # the products are passed on without a variable, so that their memory is freed as soon as they are added up
+    # No variable holds the two products, so their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    # With a bias or a norm, the down projection is not linear. So the router's weights are applied to the gradient of its output.
+    # With a bias or a norm, the down projection is not linear. Then ``Weighted`` is applied to the projection's output,
+    # so that the gradient of the output, not of the input, is multiplied by the router's weights.
     if down.bias is not None or trait(module, "has_post_expert_norm"):
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
@@ -294,7 +307,7 @@ def in_pytorch(
 
 
 def gated(module: Any, rows: Tensor) -> Tensor:
-    """Apply the gate and activation between the two products: [rows, 2 * inner] to [rows, inner]."""
+    """Apply the module's gate and activation to the first product: [rows, 2 * inner] to [rows, inner]."""
     if hasattr(module, "_apply_gate"):
         result: Tensor = module._apply_gate(rows) if trait(module, "has_gate") else module.act_fn(rows)
         return result
@@ -303,13 +316,16 @@ def gated(module: Any, rows: Tensor) -> Tensor:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's norm after the second product, if the module has one."""
+    """Apply the module's norm to the second product, if the module has a norm."""
     result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the module computes silu(gate) * up, from rows that hold all columns of gate and then all columns of up."""
+    """Return whether the module's gate is silu(gate) * up, which the kernels of ``Gated`` compute.
+
+    The first half of the columns has to be gate, and the second half has to be up.
+    """
     from transformers.integrations.moe import _default_apply_gate
 
     if not hasattr(module, "_apply_gate"):  # Liger's experts
