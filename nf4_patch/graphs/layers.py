@@ -349,7 +349,10 @@ def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 
-def is_sharded(fingerprint: Fingerprint) -> bool:
+def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
+    """Return whether the layer's parameters are sharded, or come from FSDP, which gathers them anew for each use."""
+    if any("_is_fsdp_managed_module" in vars(module) for module in [layer, *fingerprint.modules]):
+        return True
     return any(
         hasattr(tensor, "ds_id") or type(tensor).__torch_dispatch__ is not context.own_dispatch
         for tensor in fingerprint.tensors
@@ -359,10 +362,10 @@ def is_sharded(fingerprint: Fingerprint) -> bool:
 def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
     """Capture the layer for a key, or return a Refusal that says why it cannot be captured."""
     fingerprint = Fingerprint(layer)
+    if is_sharded(layer, fingerprint):
+        return Refusal(Reason.GRAPH_SHARDED, "")
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
-    if is_sharded(fingerprint):
-        return Refusal(Reason.GRAPH_SHARDED, "")
     task = task_of(fingerprint)
     device = task.x.get_device()
     with graphs.lock:

@@ -6,7 +6,9 @@ Layers replay, or they run eagerly under a Reason that the case names.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import test_graphed_layers as graphed
 import torch
 import transformers
 from alternation import crossed
+from run_example import GLOO, run
 from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
 
 import nf4_patch
@@ -22,6 +25,7 @@ from benchmarks.training import trained
 from nf4_patch.graphs.layers import graphs
 
 clean = graphed.clean
+PROGRAM = Path(__file__).parents[1] / "programs" / "graphs_sharded.py"
 LAYERS = 2
 TARGETS = [*LINEARS, "qkv_proj", "gate_up_proj", "query_key_value", "dense", "fc1", "fc2"]
 
@@ -110,7 +114,7 @@ def test_arguments_that_layers_write():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
 
 
-# --- loss scaling, hooks, shards ---
+# --- loss scaling, hooks, shards, Trainer ---
 
 
 class Scaled:
@@ -172,6 +176,16 @@ def test_hooks_of_accelerate(hooked, replaying):
     found = compared(make)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if replaying < 3 else set())
     assert found["replays"] == replaying * (STEPS - 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+@pytest.mark.parametrize(
+    "ways", [("fsdp2", "wrapped"), pytest.param(("fsdp1", "whole1", "whole2"), marks=pytest.mark.full)], ids=" ".join
+)
+def test_fsdp(ways, tmp_path):
+    printed = run([sys.executable, *GLOO, PROGRAM, *ways], tmp_path, OMP_NUM_THREADS="1")
+    for way in ways:
+        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_SHARDED']") == 2
 
 
 def test_trainer_with_gradient_accumulation(tmp_path):
