@@ -1,9 +1,9 @@
 """Capture a decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
 
-The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint
-would. Both graphs read detached aliases of the parameters. If they read the parameters themselves, autograd would
-synchronize with the training stream during the capture, because the autograd nodes of the parameters belong to that
-stream.
+The second graph recomputes exactly what a checkpoint would. For this, the forward is captured under a non-reentrant
+checkpoint, or without gradients if the model uses a reentrant one. Both graphs read detached aliases of the parameters.
+If they read the parameters themselves, autograd would synchronize with the training stream during the capture, because
+the autograd nodes of the parameters belong to that stream.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Task(NamedTuple):
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
-    is_compiled: bool  # Unsloth's layer, which is one compiled function
+    is_reentrant: bool  # whether the checkpoint that the graphs replace is a reentrant one
     static_cache: Any  # the layer's StaticCache if it generates, else None
 
 
@@ -360,7 +360,7 @@ class GraphedLayer:
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
                 result = y
-                if task.is_compiled:
+                if task.is_reentrant:
                     alias, result = self.forward_of(task, x, recompute=True)
                 dx, flat = self.backward_of(alias, result, gradient)
             self.hits_of_backward = launches.since()
@@ -386,8 +386,8 @@ class GraphedLayer:
     def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result.
 
-        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
-        checkpoint, because its two compilations may round differently.
+        As under the checkpoint that the graphs replace, a reentrant forward runs without gradients, and its recompute with
+        gradients. The two may round differently, because bitsandbytes, attention and compiled layers choose other kernels.
         """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
@@ -397,14 +397,14 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
-            if task.is_compiled:
+            if task.is_reentrant:
                 with torch.set_grad_enabled(recompute):
                     return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
             result = self.first_of(task.function(checkpointed, alias, buffers), task)
-        if not result.requires_grad and (recompute or not task.is_compiled):
+        if not result.requires_grad and (recompute or not task.is_reentrant):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
         return alias, result
 
@@ -440,7 +440,7 @@ class GraphedLayer:
     def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
         """Run forward and backward once. Return the leaves outside the layer that receive a gradient."""
         alias, y = self.forward_of(task, x)
-        if task.is_compiled:
+        if task.is_reentrant:
             alias, y = self.forward_of(task, x, recompute=True)
         known = alias, *self.aliases
         strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is each for each in known)]

@@ -278,13 +278,9 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor]) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
-def is_compiled(layer: Any, static_cache: Any) -> bool:
-    """Return whether the layer trains as one compiled function of Unsloth's, under a reentrant checkpoint."""
-    return (
-        "unsloth" in sys.modules
-        and static_cache is None
-        and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
-    )
+def is_reentrant(layer: Any, static_cache: Any) -> bool:
+    """Return whether the layer trains under a reentrant checkpoint."""
+    return static_cache is None and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
@@ -409,7 +405,7 @@ def graphed(target: Target, original: Function) -> Function:
             plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
             layouts = signature(args, tensors), signature(plain, tensors)
             # TRL makes the embeddings require a gradient, also where a model generates
-            mode = x.requires_grad and static_cache is None, is_compiled(self, static_cache)
+            mode = x.requires_grad and static_cache is None, is_reentrant(self, static_cache)
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
@@ -457,8 +453,8 @@ def graphed(target: Target, original: Function) -> Function:
                 raise Refusal(Reason.GRAPH_STATE, "a call writes into a list or dict among its arguments")
             return result
 
-        generates, compiled = static_cache is not None, is_compiled(self, static_cache)
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)
+        generates, reentrant = static_cache is not None, is_reentrant(self, static_cache)
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, reentrant, static_cache)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` in place of the checkpoint function."""

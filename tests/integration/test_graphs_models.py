@@ -37,7 +37,7 @@ GEMMA4 = {**MIXED, "vocab_size_per_layer_input": 512}
 CONV = {"layer_types": ["conv", "full_attention"]}
 # The config of each architecture, apart from its sizes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Arcee": {}, "Cohere": {}, "Cohere2": MIXED, "Exaone4": MIXED, "Gemma": {}, "Gemma2": MIXED, "Gemma3Text": MIXED,
+    "Arcee": {}, "Cohere": {}, "Cohere2": MIXED, "Doge": {}, "Exaone4": MIXED, "Gemma": {}, "Gemma2": MIXED, "Gemma3Text": MIXED,
     "Gemma4Text": GEMMA4, "Glm": {}, "Glm4": {}, "GPTNeoX": {}, "Granite": {}, "Helium": {}, "Lfm2": CONV, "Ministral": MIXED,
     "Mistral": WINDOW, "Nemotron": {}, "Olmo2": {}, "Olmo3": MIXED, "Phi": {}, "Phi3": WINDOW, "Qwen2": {}, "Qwen3": {},
     "SmolLM3": {}, "StableLm": {}, "Starcoder2": WINDOW,
@@ -112,6 +112,15 @@ def test_arguments_that_layers_write():
 
     found = compared(make, step_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("base", [{}, {"lora": "fused"}], ids=str)
+def test_few_rows(base, reentrant):
+    """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
+    step_of = graphed.step_of_lengths(lambda step: 8)
+    found = compared(lambda: graphed.model_of(reentrant, lora_dropout=0.05), step_of, base=base)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (STEPS - 2)
 
 
 # --- loss scaling, hooks, shards, Trainer ---

@@ -39,11 +39,13 @@ class GraphedLayer:
         self.parameters = [parameter for *_, parameter in self.places]
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        with torch.enable_grad(), self.task.environment.entered():
+        with torch.set_grad_enabled(not self.task.is_reentrant), self.task.environment.entered():
             return self.result_of(x.detach(), tensors).detach().clone()
 
     def result_of(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        return self.first_of(self.task.function(lambda function, *arguments: function(*arguments), x, tensors), self.task)
+        return self.first_of(
+            self.task.function(lambda function, *arguments: function(*arguments), x, tensors), self.task
+        )
 
     def gradients(self, x: Tensor, tensors: list[Tensor], gradient: Tensor) -> list[Any]:
         x = x.detach().requires_grad_(x.requires_grad)
