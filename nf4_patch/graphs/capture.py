@@ -1,9 +1,9 @@
 """Capture a decoder layer as two CUDA graphs: the forward, and the recompute together with the backward.
 
-The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint
-would recompute. Both graphs read the parameters through detached aliases, which share the parameters' memory. With the
-parameters themselves, autograd would synchronize with the training stream, because the autograd nodes of the parameters
-belong to that stream. A capture does not allow this.
+The second graph recomputes exactly what a checkpoint would. For this, the forward is captured under a non-reentrant
+checkpoint, or without gradients if the model uses a reentrant one. Both graphs read the parameters through detached
+aliases, which share the parameters' memory. With the parameters themselves, autograd would synchronize with the training
+stream, because the autograd nodes of the parameters belong to that stream. A capture does not allow this.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Task(NamedTuple):
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
-    is_compiled: bool  # whether the layer is one function that Unsloth compiled
+    is_reentrant: bool  # whether the checkpoint that the graphs replace is a reentrant one
     static_cache: Any  # the StaticCache that the layer writes if the model generates, else None
 
 
@@ -199,7 +199,7 @@ class GraphedLayer:
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
                 result = y
-                if task.is_compiled:
+                if task.is_reentrant:
                     alias, result = self.forward_of(task, x, recompute=True)
                 dx, flat = self.backward_of(alias, result, gradient)
             self.hits_of_backward = launches.since()
@@ -227,9 +227,9 @@ class GraphedLayer:
 
         The input is a new leaf tensor that shares the memory of x.
 
-        A layer that Unsloth compiled runs without gradients in the forward and with gradients in the recompute, as it
-        does under a reentrant checkpoint. The layer is compiled once without and once with gradients. The two compiled
-        versions may round differently, so each graph has to capture the right version.
+        If the model uses a reentrant checkpoint, the forward runs without gradients and the recompute with gradients, as
+        without graphs. The two may round differently, because bitsandbytes, attention and compiled layers may choose other
+        kernels.
         """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
@@ -239,14 +239,14 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
-            if task.is_compiled:
+            if task.is_reentrant:
                 with torch.set_grad_enabled(recompute):
                     return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
             result = self.first_of(task.function(checkpointed, alias, buffers), task)
-        if not result.requires_grad and (recompute or not task.is_compiled):
+        if not result.requires_grad and (recompute or not task.is_reentrant):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
         return alias, result
 
@@ -293,7 +293,7 @@ class GraphedLayer:
         Return the leaf tensors that require a gradient but are neither x nor parameters of the layer.
         """
         alias, y = self.forward_of(task, x)
-        if task.is_compiled:
+        if task.is_reentrant:
             alias, y = self.forward_of(task, x, recompute=True)
         known = alias, *self.aliases
         strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is each for each in known)]

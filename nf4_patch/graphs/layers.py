@@ -302,13 +302,9 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor]) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
-def is_compiled(layer: Any, static_cache: Any) -> bool:
-    """Return whether the layer trains as one function that Unsloth compiled, under a reentrant checkpoint."""
-    return (
-        "unsloth" in sys.modules
-        and static_cache is None
-        and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
-    )
+def is_reentrant(layer: Any, static_cache: Any) -> bool:
+    """Return whether the layer trains under a reentrant checkpoint."""
+    return static_cache is None and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
@@ -384,7 +380,10 @@ def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 
-def is_sharded(fingerprint: Fingerprint) -> bool:
+def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
+    """Return whether the layer's parameters are sharded, or come from FSDP, which gathers them anew for each use."""
+    if any("_is_fsdp_managed_module" in vars(module) for module in [layer, *fingerprint.modules]):
+        return True
     return any(
         hasattr(tensor, "ds_id") or type(tensor).__torch_dispatch__ is not context.own_dispatch
         for tensor in fingerprint.tensors
@@ -398,10 +397,10 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
         task_of: makes the Task of the capture from the layer's fingerprint.
     """
     fingerprint = Fingerprint(layer)
+    if is_sharded(layer, fingerprint):
+        return Refusal(Reason.GRAPH_SHARDED, "")
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
-    if is_sharded(fingerprint):
-        return Refusal(Reason.GRAPH_SHARDED, "")
     task = task_of(fingerprint)
     device = task.x.get_device()
     with graphs.lock:
@@ -448,7 +447,7 @@ def graphed(target: Target, original: Function) -> Function:
             plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
             layouts = signature(args, tensors), signature(plain, tensors)
             # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
-            mode = x.requires_grad and static_cache is None, is_compiled(self, static_cache)
+            mode = x.requires_grad and static_cache is None, is_reentrant(self, static_cache)
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
@@ -497,8 +496,8 @@ def graphed(target: Target, original: Function) -> Function:
                 raise Refusal(Reason.GRAPH_STATE, "a call writes into a list or dict among its arguments")
             return result
 
-        generates, compiled = static_cache is not None, is_compiled(self, static_cache)
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, compiled, static_cache)
+        generates, reentrant = static_cache is not None, is_reentrant(self, static_cache)
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, reentrant, static_cache)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` as the layer's checkpoint function."""

@@ -6,7 +6,9 @@ Layers replay, or they run eagerly under a Reason that the case names.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import test_graphed_layers as graphed
 import torch
 import transformers
 from alternation import crossed
+from run_example import GLOO, run
 from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
 
 import nf4_patch
@@ -22,6 +25,7 @@ from benchmarks.training import trained
 from nf4_patch.graphs.layers import graphs
 
 clean = graphed.clean
+PROGRAM = Path(__file__).parents[1] / "programs" / "graphs_sharded.py"
 LAYERS = 2
 TARGETS = [*LINEARS, "qkv_proj", "gate_up_proj", "query_key_value", "dense", "fc1", "fc2"]
 
@@ -33,7 +37,7 @@ GEMMA4 = {**MIXED, "vocab_size_per_layer_input": 512}
 CONV = {"layer_types": ["conv", "full_attention"]}
 # The config of each architecture, apart from its sizes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Arcee": {}, "Cohere": {}, "Cohere2": MIXED, "Exaone4": MIXED, "Gemma": {}, "Gemma2": MIXED, "Gemma3Text": MIXED,
+    "Arcee": {}, "Cohere": {}, "Cohere2": MIXED, "Doge": {}, "Exaone4": MIXED, "Gemma": {}, "Gemma2": MIXED, "Gemma3Text": MIXED,
     "Gemma4Text": GEMMA4, "Glm": {}, "Glm4": {}, "GPTNeoX": {}, "Granite": {}, "Helium": {}, "Lfm2": CONV, "Ministral": MIXED,
     "Mistral": WINDOW, "Nemotron": {}, "Olmo2": {}, "Olmo3": MIXED, "Phi": {}, "Phi3": WINDOW, "Qwen2": {}, "Qwen3": {},
     "SmolLM3": {}, "StableLm": {}, "Starcoder2": WINDOW,
@@ -110,7 +114,16 @@ def test_arguments_that_layers_write():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
 
 
-# --- loss scaling, hooks, shards ---
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("base", [{}, {"lora": "fused"}], ids=str)
+def test_few_rows(base, reentrant):
+    """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
+    step_of = graphed.step_of_lengths(lambda step: 8)
+    found = compared(lambda: graphed.model_of(reentrant, lora_dropout=0.05), step_of, base=base)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (STEPS - 2)
+
+
+# --- loss scaling, hooks, shards, Trainer ---
 
 
 class Scaled:
@@ -172,6 +185,16 @@ def test_hooks_of_accelerate(hooked, replaying):
     found = compared(make)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if replaying < 3 else set())
     assert found["replays"] == replaying * (STEPS - 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+@pytest.mark.parametrize(
+    "ways", [("fsdp2", "wrapped"), pytest.param(("fsdp1", "whole1", "whole2"), marks=pytest.mark.full)], ids=" ".join
+)
+def test_fsdp(ways, tmp_path):
+    printed = run([sys.executable, *GLOO, PROGRAM, *ways], tmp_path, OMP_NUM_THREADS="1")
+    for way in ways:
+        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_SHARDED']") == 2
 
 
 def test_trainer_with_gradient_accumulation(tmp_path):

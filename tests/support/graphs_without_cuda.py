@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_patch.graphs import layers
+from nf4_patch.graphs import capture, layers
 from nf4_patch.graphs.capture import alias_of, swapped, trained_places
 from nf4_patch.nf4 import runtime
 
@@ -31,24 +31,27 @@ class GraphedLayer:
         self.pool, self.task, self.fingerprint, self.alive = pool, task, task.fingerprint, True
         self.is_random, self.others, self.places = True, None, trained_places(task.layer)
         state = pool.generator.get_state()
-        gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[int(task.x.requires_grad) :]
-        pool.generator.set_state(state)
+        try:
+            gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[int(task.x.requires_grad) :]
+        finally:
+            pool.generator.set_state(state)
         self.places = [place for place, gradient in zip(self.places, gradients, strict=True) if gradient is not None]
         self.parameters = [parameter for *_, parameter in self.places]
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        with torch.enable_grad(), self.task.environment.entered():
-            return (
-                self.task.function(lambda function, *arguments: function(*arguments), x.detach(), tensors)
-                .detach()
-                .clone()
-            )
+        with torch.set_grad_enabled(not self.task.is_reentrant), self.task.environment.entered():
+            return self.result_of(x.detach(), tensors).detach().clone()
+
+    def result_of(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
+        return self.first_of(
+            self.task.function(lambda function, *arguments: function(*arguments), x, tensors), self.task
+        )
 
     def gradients(self, x: Tensor, tensors: list[Tensor], gradient: Tensor) -> list[Any]:
         x = x.detach().requires_grad_(x.requires_grad)
         aliases = [alias_of(parameter) for *_, parameter in self.places]
         with torch.enable_grad(), self.task.environment.entered(), swapped(self.places, aliases):
-            y = self.task.function(lambda function, *arguments: function(*arguments), x, tensors)
+            y = self.result_of(x, tensors)
         return list(torch.autograd.grad(y, [*([x] if x.requires_grad else []), *aliases], gradient, allow_unused=True))
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor, gradient: Tensor) -> list[Any]:
@@ -57,6 +60,8 @@ class GraphedLayer:
         found = self.gradients(x, tensors, gradient)
         self.pool.generator.set_state(after)
         return found if x.requires_grad else [None, *found]
+
+    first_of = capture.GraphedLayer.first_of
 
     def is_in_place(self) -> bool:
         return self.alive and self.fingerprint.is_in_place()
