@@ -47,7 +47,7 @@ class CacheStatus:
     misses: int = 0  # reads that dequantized
     uncached: dict[str, int] = field(default_factory=dict)  # number of reads not served, by reason (a name in Uncached)
     compiled: int = 0  # cached weights that compiled layers have read
-    found: str = ""  # with "auto": the budget and its explanation
+    found: str = ""  # with cache="auto": the budget that was found, and how
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode

@@ -56,7 +56,7 @@ class Cache(dequantizer.Reader):
         self.auto: Auto | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
         self.weights: dict[tuple[object, ...], CacheEntry] = {}  # entries by ``location``
-        self.taken: Counter[int] = Counter()  # bytes by device, including dropped dense copies in use
+        self.taken: Counter[int] = Counter()  # bytes of dense copies by device, also of dropped ones that are in use
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
         self.death = object()  # a new object whenever a tensor or storage of a cached weight was freed
         self.settled_death = self.death  # the value of ``death`` when ``settle`` last removed entries

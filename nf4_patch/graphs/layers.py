@@ -68,7 +68,8 @@ class Shape:
     calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
     # for each layer: how many eager calls the latest ``postpone`` demanded
     waits: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
-    # The layer whose capture ran out of memory. Until this layer is freed, no layer is captured for this shape.
+    # Empty, or the layer whose capture ran out of memory, with its Refusal. Until this layer is freed, no layer is
+    # captured for this shape.
     out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(default_factory=weakref.WeakKeyDictionary)
     used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
     began: int = 0  # value of ``Graphs.clock`` when the counting of ``calls`` began

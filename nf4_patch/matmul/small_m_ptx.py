@@ -226,7 +226,7 @@ class Cta:
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
         # Per row group, this warp computes the chunks ``first``, ``first + warps_k``, ... that are below ``stop``.
-        # The warp needs ``per`` iterations for these chunks.
+        # ``per`` is the number of iterations that the warp needs for these chunks.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
@@ -390,7 +390,7 @@ class Cta:
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
-        """Multiply the chunk that is in register set ``k``. Meanwhile, load a later chunk into the same registers."""
+        """Multiply the chunk that is in register set ``k``. Load a later chunk into each register that was used."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
         if self.adapter:

@@ -83,7 +83,9 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the memo of this weight's fingerprint. Register it in ``_checked``, where ``memo`` looks first.
+        """Return the WeightMemo for weights with this weight's fingerprint.
+
+        It is also stored in ``_checked``, so that ``memo()`` finds it at once when it is called with the same tensors.
 
         Args:
             place: the key in ``_checked``: the addresses of the weight's tensors, and all other fields.

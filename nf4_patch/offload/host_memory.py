@@ -98,8 +98,8 @@ class HostBlock:
         # Only the prefetcher writes ``fingerprints`` and ``after``. The keys of ``fingerprints`` are addresses of
         # packed bytes. A value is the fingerprint that the weight at this address had when it was last read.
         self.fingerprints: dict[int, Fingerprint] = {}
-        # ``after`` predicts which block is read after this block. It maps the block that was read before this block to
-        # the block that followed. The block before matters, because the backward reads the layers in reverse order.
+        # ``after`` predicts the next block: ``after[previous]`` is the block that was read after this block when
+        # ``previous`` was read before it. The previous block tells a forward from a backward, which reads in reverse.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:

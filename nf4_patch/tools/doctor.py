@@ -40,7 +40,7 @@ LAZY = ("transformers", "liger_kernel")  # libraries that import their modules o
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are only counted, not listed
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
 FAST = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
-SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # TRL switches gradient checkpointing on
+SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
