@@ -1,9 +1,9 @@
 """The op ``nf4_patch::dequantize_nf4``, which dequantizes under torch.compile, and in eager calls under a dispatch mode.
 
-Eager calls without a dispatch mode launch the kernel directly. The op's fake implementation, which runs during a trace, checks whether the kernel
-supports the weight. So Dynamo does not trace the checks in guards.py, which saves 10 of 28 ms per weight (2-core CPU
-machine, torch 2.13). For an unsupported weight, the fake implementation returns a bool tensor whose length encodes the
-Reason: it is the Reason's index in REASONS.
+Eager calls without a dispatch mode launch the kernel directly. The op's fake implementation, which runs during a
+trace, checks whether the kernel supports the weight. So Dynamo does not trace the checks in guards.py, which saves 10
+of 28 ms per weight (2-core CPU machine, torch 2.13). For an unsupported weight, the fake implementation returns a
+bool tensor whose length encodes the Reason: it is the Reason's index in REASONS.
 """
 
 from __future__ import annotations
