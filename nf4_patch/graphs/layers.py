@@ -51,6 +51,9 @@ FOR_GOOD = {
 # transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
 # bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
 HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
+# CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
+# older architectures
+CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
@@ -324,18 +327,23 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
 
 
-def static_cache_of(layer: Any, arguments: dict[str, Any]) -> Any:
-    """Return the StaticCache that this call of a layer writes. Return None if the call trains or has another cache."""
-    static_cache = arguments.get("past_key_values")
-    if static_cache is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
-        return None
+def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
+    """Return the StaticCache that this call of a layer writes, and the name of the argument that holds it.
+
+    Return ("", None) if the call trains or has another cache.
+    """
+    nothing = "", None
+    name = next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+    if name is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
+        return nothing
     caches: Any = sys.modules["transformers.cache_utils"]
+    static_cache = arguments[name]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
-        return None
+        return nothing
     # StaticLayer exists since transformers 4.54. Its subclasses are not supported, because they keep state on the host.
     kind = getattr(caches, "StaticLayer", None)
     layers = getattr(static_cache, "layers", (None,))
-    return static_cache if all(type(each) is kind for each in layers) else None
+    return (name, static_cache) if all(type(each) is kind for each in layers) else nothing
 
 
 def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None:
@@ -437,7 +445,7 @@ def graphed(target: Target, original: Function) -> Function:
         return refusal.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        static_cache = static_cache_of(self, kwargs)
+        cache_name, static_cache = static_cache_of(self, kwargs)
         reason = why_not(self, args, static_cache is not None)
         if reason is not None:
             return reason
@@ -445,7 +453,7 @@ def graphed(target: Target, original: Function) -> Function:
         environment, x = Environment.current(), args[0]
         try:
             options = tuple(switch.config.options.items())  # type: ignore[union-attr]
-            plain = kwargs if static_cache is None else {**kwargs, "past_key_values": None}
+            plain = kwargs if static_cache is None else {**kwargs, cache_name: None}
             layouts = signature(args, tensors), signature(plain, tensors)
             # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
             mode = x.requires_grad and static_cache is None, is_reentrant(self, static_cache)
@@ -461,7 +469,9 @@ def graphed(target: Target, original: Function) -> Function:
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:
-                graph = captured(self, key, lambda f: task_of(self, args, plain, tensors, environment, f, static_cache))
+                graph = captured(
+                    self, key, lambda f: task_of(self, args, plain, tensors, environment, f, cache_name, static_cache)
+                )
             except Exception as error:  # the error is recorded, so that later calls do not try again
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
@@ -482,14 +492,14 @@ def graphed(target: Target, original: Function) -> Function:
 
     def task_of(
         self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
-        static_cache: Any,
+        cache_name: str, static_cache: Any,
     ) -> Task:  # fmt: skip
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
             arguments = replaced((args, kwargs), lambda tensor: static[id(tensor)])
             (positional, keywords), before = arguments, flattened(arguments)
             if generates:
-                result = original(self, *positional, **{**keywords, "past_key_values": given})
+                result = original(self, *positional, **{**keywords, cache_name: given})
             else:
                 result = through(self, given, positional, keywords)
             # In Gemma 4, for example, layers write into a dict that later layers read.

@@ -82,6 +82,27 @@ def test_architectures(name, mode):
     assert found["replays"] == LAYERS * (STEPS - 2) - (shapes - 1)
 
 
+QUICK = {"Cohere", "Gemma2", "GPTNeoX", "Qwen3"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES]
+)
+def test_generation_with_a_static_cache(name):
+    config = config_of(name)
+    model = graphed.model_of(config=config, targets=TARGETS, inputs=False).eval()
+    options = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
+    with nf4_patch.enabled():
+        eager = graphed.generated(model, **options)
+    before = graphs.replays
+    with nf4_patch.enabled(graphs="auto"):
+        found = graphed.generated(model, **options)
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1])
+    # layers run eagerly if the static cache has layers of other kinds
+    replays = not ARCHITECTURES[name].keys() & {"sliding_window", "layer_types"}
+    assert graphs.replays - before == replays * LAYERS * 9  # of eleven decode steps, two run eagerly
+
+
 MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
 
 

@@ -40,7 +40,8 @@ class GraphedLayer:
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
         with torch.set_grad_enabled(not self.task.is_reentrant), self.task.environment.entered():
-            return self.result_of(x.detach(), tensors).detach().clone()
+            x = x.detach().requires_grad_(self.task.x.requires_grad)
+            return self.result_of(x, tensors).detach().clone()
 
     def result_of(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
         return self.first_of(
@@ -79,9 +80,9 @@ class GraphedForward:
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
         with self.task.environment.entered():
-            return self.task.function(self.static_cache(), x, tensors).clone()
+            return self.first_of(self.task.function(self.static_cache(), x, tensors), self.task).clone()
 
-    is_in_place, reset = GraphedLayer.is_in_place, GraphedLayer.reset
+    is_in_place, reset, first_of = GraphedLayer.is_in_place, GraphedLayer.reset, GraphedLayer.first_of
 
 
 def install(monkeypatch: Any) -> None:
