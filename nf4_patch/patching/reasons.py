@@ -111,7 +111,9 @@ class Reason(enum.Enum):
     GRAPH_STREAM = "the decoder layer was called on another CUDA stream than the one its graphs belong to"
     GRAPH_SYNCHRONIZES = "an operation in the decoder layer waits for the GPU, which a CUDA graph cannot do"
     GRAPH_RANDOM = "the decoder layer draws random numbers on the host, which a CUDA graph would repeat"
-    GRAPH_STATE = "the decoder layer changes its own state, or keeps a tensor from its forward to its backward"
+    GRAPH_STATE = (
+        "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward"
+    )
     GRAPH_MEMORY = "the GPU did not have enough memory to capture the decoder layers"
     GRAPH_FAILED = "the capture of the decoder layer failed"
     INTERNAL_ERROR = ("nf4_patch raised an error", "please report it with the traceback from the log")
