@@ -323,7 +323,8 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
     function = partial(function) if function is checkpoint else function
     if type(function) is not partial or function.func is not checkpoint:
         return {}
-    options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
+    options = {"use_reentrant": None, "preserve_rng_state": True, **function.keywords}
+    options["use_reentrant"] = options["use_reentrant"] is not False  # PyTorch takes None as True
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
 
 
