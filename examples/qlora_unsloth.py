@@ -3,6 +3,7 @@
     python examples/qlora_unsloth.py                                    # a small random Llama, no network
     python examples/qlora_unsloth.py --model unsloth/Llama-3.2-1B       # a real one
     NF4_PATCH_CACHE=auto python examples/qlora_unsloth.py               # with a weight cache in free GPU memory
+    NF4_PATCH_GRAPHS=auto python examples/qlora_unsloth.py --graphs     # with layers as CUDA graphs
 """  # fmt: skip
 
 import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
@@ -23,6 +24,9 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a ran
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument(
+    "--graphs", action="store_true", help="set what CUDA graphs need: PyTorch's checkpoint, and few lengths"
+)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -36,7 +40,7 @@ model = unsloth.FastLanguageModel.get_peft_model(
     r=16,
     lora_alpha=32,
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    use_gradient_checkpointing="unsloth",
+    use_gradient_checkpointing=True if args.graphs else "unsloth",
     random_state=0,
 )
 record = Record()
@@ -51,6 +55,7 @@ trainer = SFTTrainer(
         per_device_train_batch_size=args.rows,
         gradient_accumulation_steps=1,
         max_length=args.tokens,
+        **({"padding_free": False, "pad_to_multiple_of": 64} if args.graphs else {}),
         learning_rate=1e-3,
         bf16=str(dtype) == "torch.bfloat16",
         fp16=str(dtype) == "torch.float16",

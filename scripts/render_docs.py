@@ -186,14 +186,15 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
     ("the same mixture, graphs", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      partial(speedups, "recipe-moe", "graphs", "unsloth")),
     ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
-     partial(speedups, "recipe", "graphs", "unsloth")),
-    ("Unsloth, a dense model", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe", "unsloth, graphs", "unsloth")),
-    ("rollouts, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
+     partial(speedups, "recipe-16", "graphs", "unsloth")),
+    ("Unsloth, a dense model", '`enable(graphs="auto")` and `use_gradient_checkpointing=True`', "no patch",
+     partial(speedups, "recipe-16", "unsloth, graphs", "unsloth")),
+    ("GRPO rollouts in TRL, 8 / 32 sequences", STATIC, "Unsloth's `generate()`", partial(rollouts, "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
-    ("rollouts, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
+    ("GRPO rollouts in TRL, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
      partial(rollouts, "graphs", "bitsandbytes and peft")),
     ("4-bit generation, compiled, 1 / 8 / 32 sequences", '`enable(matmul="auto")`', "bitsandbytes",
      partial(records, "generate", side="stock", setting="compiled")),
@@ -243,6 +244,7 @@ def sides(name: str, heading: str, **where: Any) -> str:
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}"}
 GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
 ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
+GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
 GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
@@ -286,7 +288,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="generate")],
         {"tokens per second, wall-clock": "{words}"}, {"{batch} sequences": "{tokens_s:,.0f}"}),
     "grpo": lambda: pivot(
-        [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
+        [row | {"words": GRPO.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
         {"seconds": "{words}", "a step": "{step_s:.2f}", "rollout": "{generation_s:.2f}", "rest of the step": "{rest_s:.2f}"}),
     "every-mixture": lambda: pivot(
         ({"name": name, **row} for name, row in sorted(load("mixtures.json")["mixtures"].items())),

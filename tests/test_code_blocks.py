@@ -72,7 +72,6 @@ ELSEWHERE = {
         "needs two GPUs: gpu/test_distributed.py; over gloo in integration/test_examples.py"
     ),
     "nf4-patch verify": "half a minute: tools/test_cli.py",
-    "python -m benchmarks.step": "needs a GPU: tools/test_bench_step.py",
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
     "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (

@@ -180,8 +180,8 @@ def lines_to_type(
 
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
+    graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
     if has("peft", ">= 0.17"):
-        graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
         lines["peft, TRL, fastest"] = line('lora="fused", graphs="auto"' if graphs else 'lora="fused"')
         if graphs:
             lines["with it in SFTConfig"] = SETTINGS
@@ -190,6 +190,9 @@ def lines_to_type(
             line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"
         )
         lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
+        if graphs and has("unsloth", ">= 2026.10"):
+            lines["Unsloth, fastest"] = line('graphs="auto"')
+            lines["in get_peft_model"] = "use_gradient_checkpointing=True"
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
         line('experts="4bit"') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
