@@ -1,6 +1,6 @@
-"""python -m benchmarks.rollouts: tokens per second of ``generate`` with a LoRA adapter that is not merged, and the steps of TRL's GRPO.
+"""python -m benchmarks.rollouts: ``generate`` with a LoRA adapter that is not merged, and steps of TRL's GRPO.
 
-Each library has a process of its own, because Unsloth patches a whole process.
+Each side has a process of its own, because Unsloth patches a whole process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ LAYERS, PROMPT, TOKENS, ROUNDS = 8, 16, 128, 3
 BATCHES = (8, 32)
 GRPO = Path(__file__).parents[1] / "examples" / "grpo_trl.py"
 METHOD = (
-    f"generate: {LAYERS} layers of Llama-3.1-8B, LoRA on all linear layers, greedy, {TOKENS} tokens after a prompt of {PROMPT}; sides alternate, "
-    "medians, wall-clock time. Each generate has a new cache. Before, each token had the largest logit in the side's own forward without the patch, apart from rounding. "
-    "grpo: examples/grpo_trl.py, 4 layers, 8 prompts, 8 completions of 256 tokens each, one process per side, medians of the steps "
-    "after the first half; rest_s: a step without its generation."
+    f"generate: {LAYERS} layers of Llama-3.1-8B, LoRA on all linear layers, greedy, {TOKENS} tokens after a prompt of "
+    f"{PROMPT}; sides alternate, medians, wall-clock time. Each generate has a new cache. Before, each token had the "
+    "largest logit in the side's own forward without the patch, apart from rounding. grpo: examples/grpo_trl.py, 4 layers, "
+    "8 prompts, 8 completions of 256 tokens each, one process per side, medians of the steps after the first half; rest_s: "
+    "a step without its generation."
 )
 
 
