@@ -32,8 +32,9 @@ OWN_KERNEL_RELEASES = ">= 2026.10"
 # These times were measured on an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
-    "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains only with "
-    'enable(cache="auto") or a size (PyTorch >= 2.11), because these layers then read weights that were dequantized once.'
+    "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains from two options: "
+    'enable(cache="auto") or a size (PyTorch >= 2.11), because these layers then read weights that were dequantized once; '
+    'and on a fast GPU enable(graphs="auto"), if get_peft_model has use_gradient_checkpointing=True.'
 )
 
 
