@@ -184,32 +184,49 @@ class GraphedLayer:
             del self.aliases
 
     def capture(self, pool: Pool, task: Task) -> None:
+        x = self.warmed_up(pool, task)
+        alias, y = self.captured_forward(pool, task, x)
         with pool.allocating():
-            x, gradient = torch.empty_like(task.x), torch.ones_like(task.x)
-            x.copy_(task.x)
-        with host_generators() as used:
-            self.warm_up(pool, task, x, gradient, used)
-        self.first, self.second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.pins.clear()
-        before, launches = requested(pool.device), Launches()
-        with repaired(pool):
-            with pool.capturing(self.first):
-                alias, y = self.forward_of(task, x)
-            grown = requested(pool.device) - before
-            self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
-            with pool.capturing(self.second):
-                result = y
-                if task.is_reentrant:
-                    alias, result = self.forward_of(task, x, recompute=True)
-                dx, flat = self.backward_of(alias, result, gradient)
-            self.hits_of_backward = launches.since()
-        if grown != y.untyped_storage().nbytes():
-            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated until the backward")
+            gradient = torch.empty_like(y)
+        self.second, launches = torch.cuda.CUDAGraph(), Launches()
+        with repaired(pool), pool.capturing(self.second):
+            result = y
+            if task.is_reentrant:
+                alias, result = self.forward_of(task, x, recompute=True)
+            dx, flat = self.backward_of(alias, result, gradient)
+        self.hits_of_backward = launches.since()
         self.x, self.gradient, self.y = unowned(x), unowned(gradient), unowned(y.detach())
         self.dx = None if dx is None else unowned(dx)
         self.flat = [unowned(part) for part in flat]
         self.shapes = [[torch.empty_like(p, device="meta") for p in same] for same in self.by_dtype(self.parameters)]
         self.alive = True
+
+    def warmed_up(self, pool: Pool, task: Task) -> Tensor:
+        """Warm up the layer. Return the static buffer for x."""
+        with pool.allocating():
+            x = torch.empty_like(task.x)
+            x.copy_(task.x)
+        with host_generators() as used:
+            self.warm_up(pool, task, x, used)
+        self.pins.clear()
+        return x
+
+    def captured_forward(self, pool: Pool, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Capture the layer's forward as the graph ``first``. Return the results of ``forward_of``.
+
+        Raises:
+            Refusal: the forward keeps more memory than its result.
+            torch.cuda.OutOfMemoryError: the GPU has no memory for the graph.
+        """
+        self.first = torch.cuda.CUDAGraph()
+        before, launches = requested(pool.device), Launches()
+        with repaired(pool), pool.capturing(self.first):
+            alias, y = self.forward_of(task, x)
+        grown = requested(pool.device) - before
+        self.hits, self.reads = launches.since(), len(self.pins)
+        if grown != y.untyped_storage().nbytes():
+            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated after its forward")
+        return alias, y
 
     def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
         """Sort tensors into lists, one list for each dtype of the layer's parameters.
@@ -254,13 +271,14 @@ class GraphedLayer:
         """Return the first result of the layer, and keep the other results in ``others``.
 
         Raises:
-            Refusal: another result is not None, or the first result is not a tensor with the shape and dtype of x.
+            Refusal: another result is not None, or the first result is not a tensor with the shape of x.
         """
         others = None
         if type(result) is tuple and result and all(other is None for other in result[1:]):
             result, others = result[0], result[1:]
-        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (task.x.shape, task.x.dtype):
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape and dtype")
+        # The dtype may differ: under autocast, a layer with LayerNorm returns fp32 although its input is bf16.
+        if not isinstance(result, Tensor) or result.shape != task.x.shape or not result.is_floating_point():
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape")
         self.others = others
         return result
 
@@ -287,7 +305,7 @@ class GraphedLayer:
         gradients = [each for each in found if each is not None]
         return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]
 
-    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    def run(self, task: Task, x: Tensor) -> list[Tensor]:
         """Run the layer's forward and backward once.
 
         Return the leaf tensors that require a gradient but are neither x nor parameters of the layer.
@@ -297,10 +315,10 @@ class GraphedLayer:
             alias, y = self.forward_of(task, x, recompute=True)
         known = alias, *self.aliases
         strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is each for each in known)]
-        self.backward_of(alias, y, gradient)
+        self.backward_of(alias, y, torch.ones_like(y))
         return strange
 
-    def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
+    def warm_up(self, pool: Pool, task: Task, x: Tensor, host_random: Callable[[], bool]) -> None:
         """Run the layer before its capture, so that allocations and compilations at first use stay out of the graphs.
 
         If the first run synchronizes with the GPU, the layer runs a second time, because some code synchronizes only at
@@ -324,7 +342,7 @@ class GraphedLayer:
             before = versions()
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
-                strange = self.run(task, x, gradient)
+                strange = self.run(task, x)
             if not synchronized or last:
                 break
         if synchronized:

@@ -6,12 +6,11 @@ import weakref
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..patching.reasons import Reason
-from .capture import GraphedLayer, Launches, Task
-from .pool import Pool, Refusal, host_generators, repaired, requested, unowned
+from .capture import GraphedLayer, Task
+from .pool import Pool, Refusal, unowned
 
 
 def tensors_of(static_layer: Any) -> list[Tensor]:
@@ -33,33 +32,22 @@ class GraphedForward(GraphedLayer):
     differentiable = False
 
     def capture(self, pool: Pool, task: Task) -> None:
-        with pool.allocating():
-            x = torch.empty_like(task.x)
-            x.copy_(task.x)
         self.static_cache, self.written = weakref.ref(task.static_cache), set[int]()
-        with host_generators() as used:
-            self.warm_up(pool, task, x, x, used)
+        x = self.warmed_up(pool, task)
         if len(self.written) != 1:
             raise Refusal(Reason.GRAPH_STATE, f"it writes {len(self.written)} layers of the static cache")
         (self.index,) = self.written
         self.addresses = self.found_addresses()
-        self.first = torch.cuda.CUDAGraph()
-        self.pins.clear()
-        before, launches = requested(pool.device), Launches()
-        with repaired(pool), pool.capturing(self.first):
-            y = self.result_of(task, x)
-        grown = requested(pool.device) - before
-        self.hits, self.reads = launches.since(), len(self.pins)
-        if grown != y.untyped_storage().nbytes():
-            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated")
+        _, y = self.captured_forward(pool, task, x)
         self.x, self.y = unowned(x), unowned(y)
         self.alive = True
 
-    def result_of(self, task: Task, x: Tensor) -> Tensor:
+    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the layer. Return x and the layer's first result."""
         with task.environment.entered():
-            return self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
+            return x, self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
 
-    def run(self, task: Task, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    def run(self, task: Task, x: Tensor) -> list[Tensor]:
         """Run the forward once for the warm-up. Note in ``written`` which layers of the static cache the forward wrote.
 
         Afterwards the static cache gets its old number of tokens back. The new keys and values stay in the static
@@ -70,7 +58,7 @@ class GraphedForward(GraphedLayer):
         before = [[tensor._version for tensor in tensors] for tensors in layers]
         counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
         try:
-            self.result_of(task, x)
+            self.forward_of(task, x)
         finally:
             after = [[tensor._version for tensor in tensors] for tensors in layers]
             self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
