@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
@@ -26,13 +29,21 @@ class Machine:
     releases: dict[str, str]
     date: str = ""
     commit: str | None = None  # of the package's checkout, with "-dirty" if it has changes, None without a checkout
+    host: str = ""  # name of the host, its processor and number of cores
 
     def __str__(self) -> str:
         releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        return f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}\n{releases}"
+        return f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}\n{self.host}\n{releases}"
 
 
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+
+def host() -> str:
+    """Return the host's name, its processor and the number of cores that this process may use."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = found[1] if found else platform.machine()
+    return f"{platform.node()}, {processor}, {len(os.sched_getaffinity(0))} cores"
 
 
 def machine() -> Machine:
@@ -52,7 +63,7 @@ def machine() -> Machine:
     known = provenance_data()
     installed = {"python": platform.python_version(), **known["releases"], "nf4-patch": nf4_patch.__version__}
     known["releases"] = installed | {"torch": torch.__version__}  # with the CUDA that it was built for
-    return Machine(name, f"{major}{minor}", driver, clocks, **known)
+    return Machine(name, f"{major}{minor}", driver, clocks, host=host(), **known)
 
 
 def synchronize() -> None:
