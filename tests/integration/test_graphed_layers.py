@@ -345,8 +345,27 @@ def forward_replaced(model):
 def norm_replaced(model):
     layer = layers_of(model)[0]
     norm = type(layer.input_layernorm)(SHAPE.hidden_size).to(DEVICE, torch.bfloat16)
-    norm.weight.requires_grad_(False)
+    norm.weight.requires_grad_(False).fill_(1.5)
     layer.input_layernorm = norm
+
+
+def activation_replaced(model):
+    layers_of(model)[0].mlp.act_fn = torch.nn.GELU()
+
+
+class Doubled(torch.nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def dropout_replaced(model):
+    """A module in a ModuleDict, in which no attribute changes."""
+    layers_of(model)[0].mlp.up_proj.lora_dropout["default"] = Doubled()
+
+
+def class_changed(model):
+    act = layers_of(model)[0].mlp.act_fn
+    act.__class__ = type("Changed", (type(act),), {"forward": lambda self, x: 2 * torch.nn.functional.silu(x)})
 
 
 def scaled(module, arguments, output):
@@ -370,6 +389,9 @@ CHANGES = {
     "attention changed": {4: lambda m: m.set_attn_implementation("eager")},
     "forward replaced": {4: forward_replaced},
     "norm replaced": {4: norm_replaced},
+    "activation replaced": {4: activation_replaced},
+    "dropout replaced": {4: dropout_replaced},
+    "class changed": {4: class_changed},
     "released": {4: lambda m: nf4_patch.release()},
 }
 # What is around one step.
@@ -380,9 +402,15 @@ AROUND = {
 }
 
 
+# Changes that a graph reads, or for which there is a graph of its own.
+NOT_REFUSED = {"written weight", "released", "attention changed", "precision"}
+
+
 @pytest.mark.parametrize(("base", "change"), crossed(("plain", "cached"), [*CHANGES, *AROUND]))
 def test_changes(change, base):
-    compared(model_of, changed(CHANGES.get(change, {}), AROUND.get(change)), steps=10, base=BASES[base])
+    step_of = changed(CHANGES.get(change, {}), AROUND.get(change))
+    found = compared(model_of, step_of, steps=10, base=BASES[base])
+    assert ("GRAPH_CHANGED" in found["reasons"]) == (change not in NOT_REFUSED)
 
 
 def test_changed_dropout():
