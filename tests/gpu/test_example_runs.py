@@ -98,6 +98,14 @@ def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_pat
     assert hits(on) >= 20 * LINEARS * PASSES and not fallbacks(on)  # 2026.10.9 makes more calls than 21 a layer
 
 
+def test_unsloths_layers_as_graphs(checkpoint, tmp_path):
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512, "--graphs")
+    off = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, patch=False)
+    on = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, NF4_PATCH_GRAPHS="auto")
+    assert on["losses"] == off["losses"]
+    assert on["nf4_patch"]["graphs"]["replays"] == 4 * (20 - 2)
+
+
 def test_generate(checkpoint, tmp_path):
     record = run_example("generate.py", "--model", checkpoint, folder=tmp_path)
     print(record["generation"])
