@@ -46,7 +46,7 @@ WORDS = {  # side of the data -> row of a table
     "bnb plain": "bitsandbytes, no adapter", "enable plain": "`enable()`, no adapter",
     "auto plain": '`enable(matmul="auto")`, no adapter', "dense": "adapter merged into 16-bit weights",
 }  # fmt: skip
-WALL_NOISE = 0.3
+WALL_NOISE = 0.6
 Record = dict[str, Any]
 
 
@@ -128,8 +128,7 @@ def speedups(name: str, ours: str, other: str) -> list[Record]:
     """Return how many times as fast one side of a data file is as another, by length and clock.
 
     Differences of GPU time below 2 % are called noise, because a file may have a single round. So are differences of
-    wall-clock time below 30 %, because the median of a step that waits for Python differs between hosts and between sides
-    that do the same work.
+    wall-clock time below 60 %, because the median of a step that waits for Python differed by as much between two runs.
     """
     found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
     for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
