@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..patching.context import plain_methods
 
@@ -19,7 +19,13 @@ HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 CONTAINERS = (dict, list, set)
 NESTED = attrgetter("absmax", "code", "offset", "state2", "state2.absmax", "state2.code")
 FLAT = attrgetter("absmax", "code")
-quant_state, requires_grad = attrgetter("quant_state"), attrgetter("requires_grad")
+quant_state = attrgetter("quant_state")
+of_tensor, strides = attrgetter("requires_grad", "dtype", "shape"), methodcaller("stride")
+
+
+def addresses_of(tensors: list[Any]) -> list[int]:
+    with plain_methods():
+        return [tensor.data_ptr() for tensor in tensors]
 
 
 class Fingerprint:
@@ -75,11 +81,13 @@ class Fingerprint:
         self.states = [*map(quant_state, self.packed)]
         self.fields = [NESTED if state.nested else FLAT for state in self.states]
         self.of_states = self.found_states()
-        # requires_grad is compared for floating-point tensors only, because integer tensors cannot require a gradient.
+        # Packed weights have no dtype or shape that could change, but their __torch_function__ makes each access slow.
         self.floating = [tensor for tensor in self.tensors if tensor.dtype.is_floating_point]
-        self.trains = [*map(requires_grad, self.floating)]
-        with plain_methods():
-            self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.layouts = self.found_layouts()
+        self.addresses = addresses_of(self.tensors)
+        of_states = chain.from_iterable(self.of_states)
+        self.scales = list({id(value): value for value in of_states if isinstance(value, Tensor)}.values())
+        self.addresses_of_scales = addresses_of(self.scales)
 
     def found_values(self) -> list[Any]:
         return [get(dictionary) for get, dictionary in self.getters]
@@ -91,13 +99,18 @@ class Fingerprint:
     def found_states(self) -> list[tuple[Any, ...]]:
         return [fields(state) for fields, state in zip(self.fields, self.states, strict=True)]
 
+    def found_layouts(self) -> list[Any]:
+        return [*map(of_tensor, self.floating), *map(strides, self.floating)]
+
     def is_in_place(self) -> bool:
-        """Return whether every tensor of the layer is still at the address that it had at the capture."""
-        with plain_methods():
-            return [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+        """Return whether every parameter and buffer is still at the address that it had at the capture."""
+        return addresses_of(self.tensors) == self.addresses
 
     def holds(self) -> bool:
-        """Return whether the layer is unchanged since the capture, apart from addresses and contents of tensors."""
+        """Return whether the layer is unchanged since the capture.
+
+        The addresses of parameters and buffers, and the contents of tensors, are not compared.
+        """
         layer = self.layer()
         if layer is None or any(self.empty):
             return False
@@ -114,7 +127,8 @@ class Fingerprint:
                 and all(map(is_, slots, self.slots))
                 and all(map(is_, map(quant_state, self.packed), self.states))
                 and all(map(is_, chain.from_iterable(self.found_states()), chain.from_iterable(self.of_states)))
-                and [*map(requires_grad, self.floating)] == self.trains
+                and self.found_layouts() == self.layouts
+                and addresses_of(self.scales) == self.addresses_of_scales
             )
         except Exception:  # == raises if an attribute now holds a different tensor. A deleted attribute raises too.
             return False

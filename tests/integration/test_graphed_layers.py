@@ -349,6 +349,18 @@ def norm_replaced(model):
     layer.input_layernorm = norm
 
 
+def strides_changed(model):
+    """At the same address, and of the same shape: every number is the first one."""
+    weight = layers_of(model)[0].input_layernorm.weight
+    weight.data.copy_(torch.linspace(0.5, 1.5, len(weight)))
+    weight.data = weight.data[:1].expand(len(weight))
+
+
+def scales_moved(model):
+    state = projection(model).quant_state
+    state.absmax.data = state.absmax.roll(1)
+
+
 def activation_replaced(model):
     layers_of(model)[0].mlp.act_fn = torch.nn.GELU()
 
@@ -388,6 +400,8 @@ CHANGES = {
     "second adapter": {3: second_adapter, 6: lambda m: m.set_adapter("default")},
     "attention changed": {4: lambda m: m.set_attn_implementation("eager")},
     "forward replaced": {4: forward_replaced},
+    "scales moved": {4: scales_moved},
+    "strides changed": {4: strides_changed},
     "norm replaced": {4: norm_replaced},
     "activation replaced": {4: activation_replaced},
     "dropout replaced": {4: dropout_replaced},
