@@ -419,7 +419,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
         try:
             if pool is None:
                 pool = graphs.pools[device] = Pool(device)
-            with pool.lock:
+            with pool.lock, pool.leaving_enough():
                 return (GraphedLayer if task.static_cache is None else GraphedForward)(pool, task)
         except Refusal as refusal:
             return refusal

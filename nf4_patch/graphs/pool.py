@@ -23,6 +23,7 @@ from ..nf4.runtime import is_out_of_memory
 from ..patching.reasons import Reason
 from .arguments import Slot
 
+MARGIN_PART = 1 / 32  # the part of the GPU's memory that graphs leave free, because free memory is fragmented
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in sync debug mode contains this text
 
 
@@ -75,6 +76,7 @@ class Pool:
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
         self.replay_stream = torch.cuda.current_stream(device).cuda_stream
         self.broken = False  # True after a capture failed
+        self.taken = 0  # bytes that PyTorch has reserved for the pool
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = capture_stream(device)
         self.generator = torch.cuda.default_generators[device]
@@ -85,6 +87,25 @@ class Pool:
             something = torch.empty(2**10, device=device)
             with self.capturing(self.keeper):
                 something.zero_()
+
+    @contextlib.contextmanager
+    def leaving_enough(self) -> Iterator[None]:
+        """Capture inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
+
+        The rest of a step needs at most as much memory as earlier steps needed at their peak, with all their layers.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there would be too little memory.
+        """
+        before = torch.cuda.memory_reserved(self.device)
+        yield
+        reserved = torch.cuda.memory_reserved(self.device)
+        self.taken += reserved - before
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak, limit = torch.cuda.max_memory_allocated(self.device), free + reserved - int(MARGIN_PART * total)
+        if self.taken + peak > limit:
+            gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
+            raise torch.cuda.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

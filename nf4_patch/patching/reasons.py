@@ -114,7 +114,7 @@ class Reason(enum.Enum):
     GRAPH_STATE = (
         "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward"
     )
-    GRAPH_MEMORY = "the GPU did not have enough memory to capture the decoder layers"
+    GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
     GRAPH_FAILED = "the capture of the decoder layer failed"
     INTERNAL_ERROR = ("nf4_patch raised an error", "please report it with the traceback from the log")
 

@@ -30,6 +30,7 @@ import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
+from nf4_patch.graphs import pool as pool_module
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
@@ -626,6 +627,33 @@ def test_no_memory_for_a_capture():
     assert "GRAPH_MEMORY" in found["reasons"]
     eager = run(model_of(), one_step)
     assert found["losses"] == eager["losses"]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(17, True), (18, False)])
+def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
+    """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
+    pool = pool_module.Pool.__new__(pool_module.Pool)
+    pool.device, pool.taken = 0, 1 * GIB
+    reserved = iter([10 * GIB, 14 * GIB])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 32 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * GIB + 2**20)
+    expected = (
+        contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match="18.00 GiB, of 23")
+    )
+    with expected, pool.leaving_enough():
+        pass
+    assert pool.taken == 5 * GIB
+
+
+@pytest.mark.gpu
+def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**60)
+    found = compared(model_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
 
 @pytest.mark.parametrize("how", ["next model", "disable", "release"])
