@@ -412,24 +412,30 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
     task = task_of(fingerprint)
-    device = task.x.get_device()
+    device, length = task.x.get_device(), task.x.numel()
     with graphs.lock:
-        graphs.make_room(key)
-        pool = graphs.pools.get(device)
-        try:
-            if pool is None:
-                pool = graphs.pools[device] = Pool(device)
-            with pool.lock, pool.leaving_enough():
-                return (GraphedLayer if task.static_cache is None else GraphedForward)(pool, task)
-        except Refusal as refusal:
-            return refusal
-        except torch.cuda.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
-        finally:
-            if pool is not None and pool.broken:
-                graphs.drop()
-        graphs.drop()
-    return Refusal(Reason.GRAPH_MEMORY, reason)
+        while True:
+            graphs.make_room(key)
+            pool = graphs.pools.get(device)
+            try:
+                if pool is None:
+                    pool = graphs.pools[device] = Pool(device)
+                with pool.lock, pool.leaving_enough():
+                    graph = (GraphedLayer if task.static_cache is None else GraphedForward)(pool, task)
+                pool.longest = max(pool.longest, length)
+                return graph
+            except Refusal as refusal:
+                return refusal
+            except torch.cuda.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            finally:
+                if pool is not None and pool.broken:
+                    graphs.drop()
+            graphs.drop()
+            # Without the graphs of shorter inputs, the memory may be enough. Those are captured again later, and can use
+            # the memory of the longer input.
+            if pool is None or not 0 < pool.longest < length:
+                return Refusal(Reason.GRAPH_MEMORY, reason)
 
 
 def graphed(target: Target, original: Function) -> Function:

@@ -77,6 +77,7 @@ class Pool:
         self.replay_stream = torch.cuda.current_stream(device).cuda_stream
         self.broken = False  # True after a capture failed
         self.taken = 0  # bytes that PyTorch has reserved for the pool
+        self.longest = 0  # most elements of a layer's input for which there are graphs
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = capture_stream(device)
         self.generator = torch.cuda.default_generators[device]

@@ -642,7 +642,7 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 32 * GIB))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * GIB + 2**20)
     expected = (
-        contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match="18.00 GiB, of 23")
+        contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match=r"18\.00 GiB, of 23")
     )
     with expected, pool.leaving_enough():
         pass
@@ -654,6 +654,35 @@ def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**60)
     found = compared(model_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "captured", "reasons"),
+    [
+        ((16, 32), [16] * 3 + [32, *[32] * 3] + [16] * 3, set()),
+        ((32, 16), [32] * 3 + [16] + [32] * 3, {"GRAPH_MEMORY"}),
+    ],
+    ids=["longer", "shorter"],
+)
+def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch):
+    """A longer input is captured again without the graphs of shorter ones, which then need no further memory. A shorter is not."""
+    attempts = []
+
+    class Fits(graphs_module.GraphedLayer):
+        def __init__(self, pool, task):
+            length = task.x.shape[1]
+            attempts.append(length)
+            before = vars(pool).setdefault("lengths", [])
+            needed = sum({length, *before}) if reasons or not before or length > before[0] else before[0]
+            if needed > 32:
+                raise torch.cuda.OutOfMemoryError("no memory")
+            super().__init__(pool, task)
+            before.append(length)
+
+    monkeypatch.setattr(graphs_module, "GraphedLayer", Fits)
+    found = compared(model_of, step_of_lengths(lambda step: lengths[step % 2 if step > 3 else 0]), steps=24)
+    assert attempts == captured
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | reasons
 
 
 @pytest.mark.parametrize("how", ["next model", "disable", "release"])

@@ -19,7 +19,7 @@ class Pool:
     def __init__(self, device: int):
         self.device, self.replay_stream, self.broken = device, runtime.current_stream(device), False
         self.lock, self.generator, self.keeper = threading.RLock(), torch.default_generator, self
-        self.leaving_enough = contextlib.nullcontext
+        self.leaving_enough, self.longest = contextlib.nullcontext, 0
 
     def reset(self) -> None:
         """Nothing is held."""
