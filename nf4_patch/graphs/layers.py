@@ -5,6 +5,7 @@ This module decides which calls of a layer replay a graph. In training, it conne
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -412,7 +413,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
     task = task_of(fingerprint)
-    device, length = task.x.get_device(), task.x.numel()
+    device, length, trains = task.x.get_device(), task.x.numel(), task.static_cache is None
     with graphs.lock:
         while True:
             graphs.make_room(key)
@@ -420,8 +421,9 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
             try:
                 if pool is None:
                     pool = graphs.pools[device] = Pool(device)
-                with pool.lock, pool.leaving_enough():
-                    graph = (GraphedLayer if task.static_cache is None else GraphedForward)(pool, task)
+                # The graphs of a decode step take little memory.
+                with pool.lock, pool.leaving_enough() if trains else contextlib.nullcontext():
+                    graph = (GraphedLayer if trains else GraphedForward)(pool, task)
                 pool.longest = max(pool.longest, length)
                 return graph
             except Refusal as refusal:
