@@ -92,9 +92,11 @@ def require_triton(parser: argparse.ArgumentParser) -> None:
 
 
 def require_liger(parser: argparse.ArgumentParser) -> None:
-    """End with an error if Liger is not installed."""
+    """End with an error if Liger is not installed, or if its Triton kernels cannot run."""
     if not is_liger_kernel_available():
         parser.error("this option needs Liger: pip install liger-kernel")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("this option runs Liger's Triton kernels, which need an NVIDIA GPU or TRITON_INTERPRET=1 (slow)")
 
 
 def batches(tokenizer, rows: int, tokens: int, steps: int, device: torch.device | str):
