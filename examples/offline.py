@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import is_liger_kernel_available
 
 RANDOM = {
@@ -76,6 +76,21 @@ def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tokenizer_of(path: str, **options: str):
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer, so transformers made one without tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise ValueError(
+            f"{path} has no tokenizer. Save that of the original model there: "
+            f'AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained("{path}")'
+        )
+    return tokenizer
 
 
 def compute_dtype() -> torch.dtype:

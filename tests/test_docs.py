@@ -19,6 +19,7 @@ from run_example import completed
 from benchmarks import Bench, bits, offload
 from benchmarks.record import Check, Row
 from benchmarks.timing import Machine
+from examples import offline
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.cli import main
 from nf4_patch.tools.timing import Times
@@ -224,6 +225,16 @@ def test_an_example_with_liger_says_what_it_needs_without_a_gpu(tmp_path):
     command = [sys.executable, ROOT / "examples" / "qlora_moe.py", "--liger-loss"]
     done = completed(command, tmp_path, TRITON_INTERPRET="0")
     assert done.returncode == 2 and "need an NVIDIA GPU or TRITON_INTERPRET=1" in done.stderr, done.stderr
+
+
+def test_an_example_refuses_a_checkpoint_without_a_tokenizer(tmp_path):
+    """transformers returns an empty tokenizer instead of an error, and merge_adapter.py would save it with the merged weights."""
+    offline.checkpoint("random-qwen-moe", folder=str(tmp_path))
+    assert offline.tokenizer_of(str(tmp_path))("text").input_ids
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        offline.tokenizer_of(str(tmp_path))
 
 
 def test_site_builds_without_warnings():
