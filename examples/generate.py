@@ -10,10 +10,10 @@ The prompt runs through the patched dequantization. For each later token, bitsan
 import argparse
 
 import torch
-from offline import SIZES, checkpoint, compute_dtype, text
+from offline import SIZES, checkpoint, compute_dtype, text, tokenizer_of
 from record import Record, now
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
@@ -27,7 +27,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
-tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+tokenizer = tokenizer_of(path, padding_side="left")
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

@@ -20,10 +20,10 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from offline import SIZES, checkpoint, compute_dtype, require_triton, text
+from offline import SIZES, checkpoint, compute_dtype, require_triton, text, tokenizer_of
 from peft import LoraConfig
 from record import Record, now
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,7 +43,7 @@ import nf4_patch; nf4_patch.enable(matmul=args.matmul, graphs=args.graphs)  # fm
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
-tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+tokenizer = tokenizer_of(path, padding_side="left")
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

@@ -11,10 +11,10 @@ GPU, save it packed after training (model.save_pretrained), and pass that folder
 import argparse
 
 import torch
-from offline import SIZES, checkpoint, compute_dtype
+from offline import SIZES, checkpoint, compute_dtype, tokenizer_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from record import Record
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
@@ -33,6 +33,7 @@ record, path, dtype = Record(), checkpoint(args.model, args.size), compute_dtype
 in_4_bits = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
 )  # as in training
+tokenizer = tokenizer_of(path)  # before the merge, which takes minutes
 packed = hasattr(AutoConfig.from_pretrained(path), "quantization_config")
 model = AutoModelForCausalLM.from_pretrained(
     path, dtype=dtype, device_map={"": args.device}, **({} if packed else {"quantization_config": in_4_bits})
@@ -45,6 +46,6 @@ else:
     model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False))
 model = model.merge_and_unload()
 model.save_pretrained(args.out)
-AutoTokenizer.from_pretrained(path).save_pretrained(args.out)
+tokenizer.save_pretrained(args.out)
 print(f"{args.out}: {sum(p.numel() for p in model.parameters()):,} weights in {dtype}")
 record.finish(json_file=args.json)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import is_liger_kernel_available
 
 RANDOM = {
@@ -78,6 +78,21 @@ def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str
     return folder
 
 
+def tokenizer_of(path: str, **options: str):
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer, so transformers made one without tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise ValueError(
+            f"{path} has no tokenizer. Save that of the original model there: "
+            f'AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained("{path}")'
+        )
+    return tokenizer
+
+
 def compute_dtype() -> torch.dtype:
     """Return float16 on GPUs that emulate bfloat16, such as a T4, and bfloat16 everywhere else."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -92,9 +107,11 @@ def require_triton(parser: argparse.ArgumentParser) -> None:
 
 
 def require_liger(parser: argparse.ArgumentParser) -> None:
-    """End with an error if Liger is not installed."""
+    """End with an error if Liger is not installed, or if its Triton kernels cannot run."""
     if not is_liger_kernel_available():
         parser.error("this option needs Liger: pip install liger-kernel")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("this option runs Liger's Triton kernels, which need an NVIDIA GPU or TRITON_INTERPRET=1 (slow)")
 
 
 def batches(tokenizer, rows: int, tokens: int, steps: int, device: torch.device | str):

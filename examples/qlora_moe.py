@@ -19,10 +19,10 @@ import argparse
 
 import bitsandbytes
 import torch
-from offline import SIZES, batches, checkpoint, compute_dtype, require_liger
+from offline import SIZES, batches, checkpoint, compute_dtype, require_liger, tokenizer_of
 from peft import LoraConfig, get_peft_model
 from record import Record
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.liger import apply_liger_kernel
 
 import nf4_patch
@@ -59,8 +59,8 @@ device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dt
 in_4_bits = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
 )
+tokenizer = tokenizer_of(path)
 model = AutoModelForCausalLM.from_pretrained(path, quantization_config=in_4_bits, dtype=dtype, device_map={"": device})
-tokenizer = AutoTokenizer.from_pretrained(path)
 if args.packed:
     model.save_pretrained(args.packed)
     tokenizer.save_pretrained(args.packed)

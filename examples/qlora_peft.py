@@ -8,11 +8,11 @@
 import argparse
 
 import torch
-from offline import SIZES, batches, checkpoint, compute_dtype
+from offline import SIZES, batches, checkpoint, compute_dtype, tokenizer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from record import Record
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
@@ -35,7 +35,7 @@ nf4_patch.enable(cache=args.cache)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = tokenizer_of(path)
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

@@ -16,7 +16,7 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
-from offline import SIZES, batches, checkpoint, compute_dtype
+from offline import SIZES, batches, checkpoint, compute_dtype, tokenizer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.other import fsdp_auto_wrap_policy
 from record import Record, fingerprint
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
@@ -52,7 +52,7 @@ by_accelerate = accelerator.distributed_type is DistributedType.FSDP  # fsdp1.ya
 sharded = args.fsdp or by_accelerate
 paths = [checkpoint(args.model, args.size) if accelerator.is_main_process else None]
 path = broadcast_object_list(paths)[0]  # one process makes the random model
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = tokenizer_of(path)
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

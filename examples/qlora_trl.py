@@ -10,10 +10,10 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from offline import SIZES, checkpoint, compute_dtype, require_liger, require_triton, text
+from offline import SIZES, checkpoint, compute_dtype, require_liger, require_triton, text, tokenizer_of
 from peft import LoraConfig
 from record import Record
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,7 +41,7 @@ import nf4_patch; nf4_patch.enable(**options)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = tokenizer_of(path)
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

@@ -94,7 +94,8 @@ def side_of(row: Record, side: str) -> Record:
 
 
 def times(ratio: float, noise: float) -> str:
-    return f"{ratio:.2f}×" if abs(ratio - 1) > noise else "≈1"
+    """Format a ratio, or return ≈1 if the larger time exceeds the smaller one by no more than the noise."""
+    return f"{ratio:.2f}×" if max(ratio, 1 / ratio) - 1 > noise else "≈1"
 
 
 def digits(value: float) -> str:
@@ -102,7 +103,7 @@ def digits(value: float) -> str:
 
 
 def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None, behind: int = 0) -> str:
-    """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origin.
+    """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origins.
 
     Args:
         rows: heading -> format of a record, for the columns of the key.
@@ -121,7 +122,8 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
     ]
     head, *lines = ("| " + " | ".join(line).replace("|  ", "| ") + " |" for line in body)
     rule = "|" + "---|" * (len(rows) + len(headings))
-    return found[0].get("origin", "") + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
+    origins = "".join(dict.fromkeys(record.get("origin", "") for record in found))
+    return origins + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
 
 
 def speedups(name: str, ours: str, other: str) -> list[Record]:
@@ -155,14 +157,15 @@ ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  #
 def offload(**where: Any) -> list[Record]:
     """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
 
-    ``gate_up_gb`` is the size of every ``gate_up_proj`` in 16 bits, two thirds of the experts, if ``in_host`` counts all experts.
+    ``dense_experts_gb`` is the size of the experts of ``in_host`` in 16 bits. Two thirds of it, ``gate_up_gb``, are ``gate_up_proj``.
     """
     return [
         run | {
             "dense_gb": 2 * BILLIONS[run["model"]], "packed_gb": (run["loaded"] + run["in_host"]) / 1e9,
             "experts_gb": run["in_host"] / 1e9, "adapters_gb": run["adapters_held"] / 1e9,
             "loading_gb": run["peak_loading"]["reserved"] / 1e9, "training_gb": run["peak"]["reserved"] / 1e9,
-            "gate_up_gb": (gate_up := run["in_host"] / PACKED_BYTES * 2 * 2 / 3 / 1e9),
+            "dense_experts_gb": (dense := run["in_host"] / PACKED_BYTES * 2 / 1e9),
+            "gate_up_gb": (gate_up := dense * 2 / 3),
             "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
             "card_gb": (run["cap"] * 2**30 or 79.5e9) / 1e9 + 0.5,  # CUDA itself takes half a GB
             "bus_ms": run["fetched"] / run["bus"] * 1e3,
@@ -306,10 +309,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "in host memory, GB": "{experts_gb:.1f}"}),
     "wait": lambda: " → ".join(
         f"{row['wall_ms']:.0f}" for side in ("fused", "graphs") for row in records("recipe", side=side, tokens=512)),
+    "wall-noise": lambda: f"{WALL_NOISE * 100:.0f} %",
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
-    "host-qwen": partial(figure, "{experts_gb:.0f} GB", offload="3GiB"),
+    "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),
     "dense-qwen": partial(figure, "{dense_gb:.0f} GB"),
+    "experts-qwen": partial(figure, "{dense_experts_gb:.0f} GB"),
     "split-qwen": partial(figure, "{gate_up_gb:.0f} GB"),
     "merge-qwen": partial(figure, "{merge_gb:.0f} GB"),
     "card-qwen": partial(figure, "{card_gb:.0f} GB", offload="3GiB"),

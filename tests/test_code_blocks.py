@@ -142,13 +142,13 @@ OF_A_FILE = re.compile(r"# ((?:nf4_patch|tests)/\S+\.py)(, at the end of (\w+))?
 
 @pytest.mark.full
 def test_a_library_is_added_as_it_is_written(tmp_path):
-    """The blocks of add-a-library.md, typed into a copy of the tree where `toy` is installed: its test passes, and the page of
-    what is replaced has the row."""
+    """The blocks of add-a-library.md, typed into a copy of the tree where `toy` is installed: its test passes, the page of what is
+    replaced has the row, and neither ruff nor mypy finds a fault."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
-    (tree / "toy.py").write_text("def unpack(packed, quant_state):\n    raise AssertionError('the original ran')\n")
-    (tree / "toy-1.0.dist-info").mkdir()
-    (tree / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (tmp_path / "toy.py").write_text("def unpack(packed, quant_state):\n    raise AssertionError('the original ran')\n")
+    (tmp_path / "toy-1.0.dist-info").mkdir()
+    (tmp_path / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     typed = [block.text for block in BLOCKS if block.page.name == "add-a-library.md"]
     for match, text in ((OF_A_FILE.match(text), text) for text in typed):
         file = tree / match[1]
@@ -157,8 +157,9 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
             text = before + start + after.replace("\n]", f"\n{text.removeprefix(match[0])}]", 1)
         file.write_text(text)
     assert len(typed) == 3
-    for command in ("-m pytest -p no:cacheprovider tests/patching/test_toy.py", "scripts/render_docs.py"):
-        done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=str(tree))
+    lint = ("-m ruff check --no-cache nf4_patch tests/patching/test_toy.py", "-m mypy --no-incremental")
+    for command in ("-m pytest -p no:cacheprovider tests/patching/test_toy.py", "scripts/render_docs.py", *lint):
+        done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=f"{tree}:{tmp_path}")
         assert done.returncode == 0, done.stdout
     assert (
         "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |" in (tree / "docs" / "compatibility.md").read_text()
