@@ -291,9 +291,9 @@ def stream_of(device: int) -> int:
 
 def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     with graph.pool.lock:
-        if not graph.alive:  # another thread has just dropped all graphs
-            return call.again(x)
-        y = Replay.apply(call, x, *graph.parameters)
+        y = Replay.apply(call, x, *graph.parameters) if graph.alive else None
+    if y is None:  # another thread has just dropped all graphs
+        return call.again(x)
     graphs.replays += 1
     return y if graph.others is None else (y, *graph.others)
 
@@ -301,9 +301,9 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
     """Replay a layer that generates."""
     with graph.pool.lock:
-        if not graph.alive:  # another thread has just dropped all graphs
-            return again()
-        y = graph.forward(x, tensors)
+        y = graph.forward(x, tensors) if graph.alive else None
+    if y is None:  # another thread has just dropped all graphs
+        return again()
     graphs.replays += 1
     return y if graph.others is None else (y, *graph.others)
 
