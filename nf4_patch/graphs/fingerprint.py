@@ -25,7 +25,7 @@ HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 CONTAINERS = (dict, list, set)
 PLAIN = (bool, int, float, str)
 of_state = itemgetter("absmax", "code", "dtype", "blocksize", "quant_type", "offset", "state2")
-quant_state = attrgetter("quant_state")
+quant_state, forward_of = attrgetter("quant_state"), attrgetter("forward")
 of_tensor, strides = attrgetter("requires_grad", "dtype", "shape"), methodcaller("stride")
 
 
@@ -72,6 +72,7 @@ class Code:
         self.names = {"forward", "__call__"}.union(*[code.co_names for code in codes if code.co_name != "__init__"])
         every.append(vars(nn.functional))
         read = [[name for name, value in [*space.items()] if self.is_read(name, value)] for space in every]
+        self.types = list({type(module) for module in modules})
         self.getters = [(itemgetter(*names), space) for names, space in zip(read, every, strict=True) if names]
         self.values = self.found_values()
 
@@ -81,7 +82,8 @@ class Code:
         return isinstance(value, (*PLAIN, property)) or (callable(value) and not isinstance(value, type))
 
     def found_values(self) -> list[Any]:
-        return [get(space) for get, space in self.getters]
+        # A class that inherits its forward may get one of its own, so ``forward`` is looked up in the types too.
+        return [*map(forward_of, self.types), *[get(space) for get, space in self.getters]]
 
 
 class Fingerprint:

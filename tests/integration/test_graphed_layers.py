@@ -496,6 +496,10 @@ def dtype_of_the_state(model):
     projection(model).quant_state.dtype = torch.float32
 
 
+def inheriting(model):
+    layers_of(model)[0].mlp.act_fn = INHERITING()
+
+
 def own_class_changed(model):
     layer = layers_of(model)[1]
     kind = type(layer)
@@ -506,6 +510,13 @@ def own_class_changed(model):
     layer.__class__ = type("Changed", (kind,), {"forward": forward})
 
 
+class Method(Replacement):
+    def undo(self, model: Any) -> None:
+        delattr(self.holder(), self.name)
+
+
+INHERITING = type("Inheriting", (torch.nn.SiLU,), {})
+INHERITED = Method(lambda: INHERITING, "forward")
 NORM = Replacement(lambda: modeling().LlamaRMSNorm, "forward")
 ROPE = Replacement(modeling, "apply_rotary_pos_emb", turned)
 SDPA = Replacement(lambda: torch.nn.functional, "scaled_dot_product_attention")
@@ -535,6 +546,7 @@ CHANGES = {
     "class changed": {4: class_changed},
     "class of the layer changed": {4: own_class_changed},
     "method of a norm": {4: NORM.change, 7: NORM.undo},
+    "method that was inherited": {0: inheriting, 4: INHERITED.change, 7: INHERITED.undo},
     "method of an adapter": {4: LORA.change, 7: LORA.undo},
     "rotary embeddings": {4: ROPE.change, 7: ROPE.undo},
     "attention of PyTorch": {4: SDPA.change, 7: SDPA.undo},
