@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nf4.runtime import runs_on
 from ..patching.context import plain_methods
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
@@ -150,7 +149,7 @@ class Fingerprint:
         self.layouts = self.found_layouts()
         self.addresses = addresses_of(self.tensors)
         # A kernel gets a number on the host as an argument, which a graph cannot read again.
-        self.numbers = [tensor for tensor in self.tensors if tensor.numel() == 1 and not runs_on(tensor)]
+        self.numbers = [tensor for tensor in self.tensors if tensor.numel() == 1 and tensor.is_cpu]
         self.found_numbers = [tensor.item() for tensor in self.numbers]
         self.scales = list({id(value): value for value in self.of_states if isinstance(value, Tensor)}.values())
         self.addresses_of_scales = addresses_of(self.scales)

@@ -592,7 +592,6 @@ AROUND = {
 # Changes that a graph reads, or for which there is a graph of its own.
 NOT_REFUSED = {
     "written weight", "released", "attention changed", "precision", "order of backends", "default dtype", "written attribute",
-    *([] if GPU else ["number on the host"]),
 }  # fmt: skip
 
 
