@@ -95,6 +95,7 @@ class Slot:
         if self.source() is tensor and self.version == tensor._version:
             return
         source = tensor.as_strided(self.base.shape, self.base.stride()) if self.expanded else tensor
+        self.source = lambda: None  # an interrupt after the copy must not leave the old source in place
         self.base.copy_(source)
         self.source, self.version = weakref.ref(tensor), tensor._version
 

@@ -26,20 +26,31 @@ from .fingerprint import Fingerprint
 from .pool import Pool, Refusal, host_generators, quiet_garbage, repaired, requested, synchronizations, unowned
 
 
-def matmul_precision() -> str:
-    """Return PyTorch's precision setting for fp32 matrix products, for example "tf32"."""
-    # This getter exists since PyTorch 2.9. From 2.9 upwards, get_float32_matmul_precision may raise an error.
+def precisions() -> tuple[Any, ...]:
+    """Return PyTorch's precision settings for matrix products and convolutions in fp32, for example "tf32"."""
+    # This getter exists since PyTorch 2.9. From 2.9 upwards, the older functions may raise an error.
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return str(getter("cuda", "matmul") if getter else torch.get_float32_matmul_precision())
+    if getter:
+        return getter("cuda", "matmul"), getter("cuda", "conv")
+    return torch.get_float32_matmul_precision(), torch._C._get_cudnn_allow_tf32()
+
+
+def attention_backends() -> tuple[int, ...]:
+    """Return in which order scaled_dot_product_attention tries its backends. Before PyTorch 2.6, return ()."""
+    getter = getattr(torch._C, "_get_sdp_priority_order", None)
+    return tuple(getter()) if getter else ()
 
 
 # MODES: functions that return a global setting of PyTorch. These settings change which kernels a layer runs.
-MODES: list[Callable[[], Any]] = [matmul_precision, torch.are_deterministic_algorithms_enabled] + [
+MODES: list[Callable[[], Any]] = [
+    precisions, attention_backends, torch.are_deterministic_algorithms_enabled, torch.get_default_dtype
+] + [
     getattr(torch._C, name)
     for name in (
         "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
         "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
-        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cublas_allow_fp16_accumulation",
+        "_get_blas_preferred_backend", "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
     )
     if hasattr(torch._C, name)
 ]  # fmt: skip
@@ -400,9 +411,11 @@ class GraphedLayer:
             self.second.replay()
         else:
             after = generator.get_state()
-            generator.set_state(random_state)
-            self.second.replay()
-            generator.set_state(after)
+            try:
+                generator.set_state(random_state)
+                self.second.replay()
+            finally:
+                generator.set_state(after)
         count(self.hits_of_backward)
         cache.hits += len(self.pins) - self.reads
         found: list[Any] = [None] * len(self.parameters)

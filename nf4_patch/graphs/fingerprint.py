@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
+from collections.abc import Iterator
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,12 +18,13 @@ from ..patching.context import plain_methods
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
 # SKIPPED: attributes that are not compared.
 # TRL sets a new checkpoint function after each generation. Every call of a layer checks this function anyway.
+IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"
 SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
-NESTED = attrgetter("absmax", "code", "offset", "state2", "state2.absmax", "state2.code")
-FLAT = attrgetter("absmax", "code")
-quant_state = attrgetter("quant_state")
+PLAIN = (bool, int, float, str)
+of_state = itemgetter("absmax", "code", "dtype", "blocksize", "quant_type", "offset", "state2")
+quant_state, forward_of = attrgetter("quant_state"), attrgetter("forward")
 of_tensor, strides = attrgetter("requires_grad", "dtype", "shape"), methodcaller("stride")
 
 
@@ -28,8 +33,60 @@ def addresses_of(tensors: list[Any]) -> list[int]:
         return [tensor.data_ptr() for tensor in tensors]
 
 
+def nested(values: Any) -> Iterator[Any]:
+    """Yield the values, and the items of all lists, tuples, sets and dicts among them."""
+    for value in values:
+        yield value
+        if isinstance(value, (*CONTAINERS, tuple)):
+            yield from nested(value.values() if isinstance(value, dict) else value)
+
+
+class Code:
+    """The functions that the modules of a layer run, apart from what these functions call in other Python modules.
+
+    Libraries replace such functions in classes (``LlamaRMSNorm.forward``), in Python modules
+    (``modeling_llama.apply_rotary_pos_emb``, ``torch.nn.functional.scaled_dot_product_attention``) and in transformers'
+    registries of attention functions.
+    """
+
+    def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
+        classes = list(dict.fromkeys(kind for module in modules for kind in type(module).__mro__))
+        classes = [kind for kind in classes if kind.__module__ not in ("builtins", "abc", "torch.nn.modules.module")]
+        spaces: list[Any] = [vars(sys.modules[kind.__module__]) for kind in classes if kind.__module__ in sys.modules]
+        functions = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind)]
+        for function in functions:
+            functions += [f for f in [getattr(function, "__wrapped__", None)] if f]  # what a decorator wrapped
+            spaces.append(getattr(function, "__globals__", {}))
+        generic: Any = sys.modules.get("transformers.utils.generic")
+        interface = getattr(generic, "GeneralInterface", ())
+        registries = {id(v): v for space in spaces for v in [*space.values()] if isinstance(v, interface)}.values()
+        implementations = {config.get(name) for config in configs for name in IMPLEMENTATIONS}
+        used = [registry[name] for registry in registries for name in implementations if name in registry]
+        spaces += [getattr(function, "__globals__", {}) for function in used]
+        self.registries = [mapping for each in registries for mapping in (each._local_mapping, each._global_mapping)]
+        every = [*map(vars, classes), *{id(space): space for space in spaces}.values()]
+        functions += [value for space in every for value in [*space.values()] if isinstance(value, FunctionType)]
+        # ``names``: the names that these functions read
+        codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+        self.names = {"forward", "__call__"}.union(*[code.co_names for code in codes if code.co_name != "__init__"])
+        every.append(vars(nn.functional))
+        read = [[name for name, value in [*space.items()] if self.is_read(name, value)] for space in every]
+        self.types = list({type(module) for module in modules})
+        self.getters = [(itemgetter(*names), space) for names, space in zip(read, every, strict=True) if names]
+        self.values = self.found_values()
+
+    def is_read(self, name: str, value: Any) -> bool:
+        if name not in self.names:
+            return False
+        return isinstance(value, (*PLAIN, property)) or (callable(value) and not isinstance(value, type))
+
+    def found_values(self) -> list[Any]:
+        # A class that inherits its forward may get one of its own, so ``forward`` is looked up in the types too.
+        return [*map(forward_of, self.types), *[get(space) for get, space in self.getters]]
+
+
 class Fingerprint:
-    """A record of a layer at its capture: modules, attributes, parameters, quant_states, hooks and addresses.
+    """A record of a layer at its capture: modules, attributes, parameters, quant_states, hooks, code and addresses.
 
     ``holds`` and ``is_in_place`` compare the layer with this record. All lists in the record are flat, so that Python
     compares them in C. The record keeps the submodules and tensors alive, but not the layer itself.
@@ -53,63 +110,70 @@ class Fingerprint:
             (itemgetter(*each), vars(module)) for module, each in zip(everything, read, strict=True) if each
         ]
         self.values, self.sizes = self.found_values(), [*map(len, self.dictionaries)]
-        self.types = [*map(type, self.modules)]
-        attributes = [vars(module).items() for module in everything]
-        self.containers = [
-            value
-            for name, value in chain.from_iterable(attributes)
-            if name not in STANDARD and isinstance(value, CONTAINERS)
-        ]
+        self.types, self.type = [*map(type, self.modules)], type(layer)
+        attributes = chain.from_iterable(vars(module).items() for module in everything)
+        within = list(nested(value for name, value in attributes if name not in STANDARD))
+        self.containers = [value for value in within if isinstance(value, CONTAINERS)]
         self.configs = list(
             {id(c): vars(c) for m in everything if hasattr(c := vars(m).get("config"), "__dict__")}.values()
         )
-        self.implementations = self.found_implementations()
+        self.code = Code(everything, self.configs)
+        names = [
+            [name for name in config if name in self.code.names or name in IMPLEMENTATIONS] for config in self.configs
+        ]
+        self.of_configs = [
+            (itemgetter(*each), config) for each, config in zip(names, self.configs, strict=True) if each
+        ]
+        self.settings = self.found_settings()
         hooks = [each for module in compress(everything, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
         children = [module._modules for module in everything]
         of_tensors: list[Any] = [d for module in everything for d in (module._parameters, module._buffers)]
-        self.empty = [each for each in [*hooks, *children, *of_tensors] if not each]
-        self.containers += [each for each in [*hooks, *children] if each]
-        self.copies = [type(container)(container) for container in self.containers]
+        self.empty = [each for each in [*hooks, *children, *of_tensors, *self.code.registries] if not each]
+        self.containers += [each for each in [*hooks, *children, *self.code.registries] if each]
+        self.copies = [copy.copy(container) for container in self.containers]
         self.tensor_dictionaries: list[dict[str, Any]] = [each for each in of_tensors if each]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
-        self.tensors: list[Any] = [tensor for tensor in self.slots if tensor is not None]
+        others = [value for value in within if isinstance(value, Tensor)]
+        self.tensors: list[Any] = [*filter(lambda tensor: tensor is not None, self.slots), *others]
         # The QuantState of a linear layer is an attribute of the packed parameter.
         # The QuantState of packed experts is an attribute of a parametrization, which is a module.
         holders = [*self.tensors, *everything]
         self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
         self.states = [*map(quant_state, self.packed)]
-        self.fields = [NESTED if state.nested else FLAT for state in self.states]
+        every = [*self.states, *[state.state2 for state in self.states if state.nested]]
+        self.dictionaries_of_states = [vars(state) for state in every]
         self.of_states = self.found_states()
         # Packed weights have no dtype or shape that could change, but their __torch_function__ makes each access slow.
         self.floating = [tensor for tensor in self.tensors if tensor.dtype.is_floating_point]
         self.layouts = self.found_layouts()
         self.addresses = addresses_of(self.tensors)
-        of_states = chain.from_iterable(self.of_states)
-        self.scales = list({id(value): value for value in of_states if isinstance(value, Tensor)}.values())
+        # A kernel gets a number on the host as an argument, which a graph cannot read again.
+        self.numbers = [tensor for tensor in self.tensors if tensor.numel() == 1 and tensor.is_cpu]
+        self.found_numbers = [tensor.item() for tensor in self.numbers]
+        self.scales = list({id(value): value for value in self.of_states if isinstance(value, Tensor)}.values())
         self.addresses_of_scales = addresses_of(self.scales)
 
     def found_values(self) -> list[Any]:
         return [get(dictionary) for get, dictionary in self.getters]
 
-    def found_implementations(self) -> list[Any]:
-        names = "_attn_implementation_internal", "_experts_implementation_internal"
-        return [config.get(name) for config in self.configs for name in names]
+    def found_settings(self) -> list[Any]:
+        return [get(config) for get, config in self.of_configs]
 
-    def found_states(self) -> list[tuple[Any, ...]]:
-        return [fields(state) for fields, state in zip(self.fields, self.states, strict=True)]
+    def found_states(self) -> list[Any]:
+        return [*chain.from_iterable(map(of_state, self.dictionaries_of_states))]
 
     def found_layouts(self) -> list[Any]:
         return [*map(of_tensor, self.floating), *map(strides, self.floating)]
 
     def is_in_place(self) -> bool:
-        """Return whether every parameter and buffer is still at the address that it had at the capture."""
+        """Return whether every tensor of the layer is still at the address that it had at the capture."""
         return addresses_of(self.tensors) == self.addresses
 
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
-        The addresses of parameters and buffers, and the contents of tensors, are not compared.
+        The addresses of parameters and buffers are not compared, nor the contents of tensors on the GPU.
         """
         layer = self.layer()
         if layer is None or any(self.empty):
@@ -120,22 +184,25 @@ class Fingerprint:
                 self.found_values() == self.values
                 and [*map(len, self.dictionaries)] == self.sizes
                 and [*map(type, self.modules)] == self.types
+                and type(layer) is self.type
+                and self.code.found_values() == self.code.values
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
                 and self.containers == self.copies
-                and self.found_implementations() == self.implementations
+                and self.found_settings() == self.settings
                 and len(slots := [*found]) == len(self.slots)
                 and all(map(is_, slots, self.slots))
                 and all(map(is_, map(quant_state, self.packed), self.states))
-                and all(map(is_, chain.from_iterable(self.found_states()), chain.from_iterable(self.of_states)))
+                and all(map(is_, self.found_states(), self.of_states))
                 and self.found_layouts() == self.layouts
                 and addresses_of(self.scales) == self.addresses_of_scales
+                and [tensor.item() for tensor in self.numbers] == self.found_numbers
             )
         except Exception:  # == raises if an attribute now holds a different tensor. A deleted attribute raises too.
             return False
 
     def restore(self) -> None:
         """Give the layer's lists, dicts and sets back the contents that they had when this fingerprint was made."""
-        for container, copy in zip(self.containers, self.copies, strict=True):
-            if container != copy:
+        for container, before in zip(self.containers, self.copies, strict=True):
+            if container != before:
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(copy)
+                (container.extend if isinstance(container, list) else container.update)(before)

@@ -180,7 +180,7 @@ class Graphs:
         """
         wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
         shape.calls[layer] = self.calls_before_capture(shape) - wait
-        del shape.graphs[layer]
+        shape.graphs.pop(layer, None)  # another thread may drop all graphs
 
     def make_room(self, key: Any) -> None:
         """Prepare the first capture for a key: move its Shape from ``seen`` to ``shapes``.
@@ -235,7 +235,8 @@ class Call:
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, pool = self.graph, self.graph.pool
-        if not torch.is_grad_enabled() and stream_of(pool.device) == pool.replay_stream:
+        is_same = not torch.is_grad_enabled() and Environment.current().modes == self.environment.modes
+        if is_same and stream_of(pool.device) == pool.replay_stream:
             with pool.lock:
                 if graph.is_in_place():
                     return graph.backward(x, self.tensors, self.random_state, gradient)
@@ -290,19 +291,20 @@ def stream_of(device: int) -> int:
 
 
 def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
-    if cache.auto is not None:
-        cache.auto.observe(x)
-    y = Replay.apply(call, x, *graph.parameters)
+    with graph.pool.lock:
+        y = Replay.apply(call, x, *graph.parameters) if graph.alive else None
+    if y is None:  # another thread has just dropped all graphs
+        return call.again(x)
     graphs.replays += 1
     return y if graph.others is None else (y, *graph.others)
 
 
-def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor]) -> Any:
+def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
     """Replay a layer that generates."""
-    if cache.auto is not None:
-        cache.auto.observe(x)
     with graph.pool.lock:
-        y = graph.forward(x, tensors)
+        y = graph.forward(x, tensors) if graph.alive else None
+    if y is None:  # another thread has just dropped all graphs
+        return again()
     graphs.replays += 1
     return y if graph.others is None else (y, *graph.others)
 
@@ -492,11 +494,13 @@ def graphed(target: Target, original: Function) -> Function:
             if graph.reason not in FOR_GOOD:
                 graphs.postpone(shape, self)
             return refused(graph)
+        if cache.auto is not None:
+            cache.auto.observe(x)  # before the check, because this call may free cached weights that the graph reads
         if not (graph.fingerprint.holds() and graph.is_in_place()):
             graphs.postpone(shape, self)
             return Reason.GRAPH_CHANGED
         if static_cache is not None:
-            return step, graph, x, tensors[1:]
+            return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)
         return replay, graph, Call(graph, environment, tensors[1:], partial(again, self, args, kwargs)), x
 
     def task_of(

@@ -7,7 +7,9 @@ Without a GPU each graph is a function that runs the layer (support/graphs_witho
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,10 +340,13 @@ def second_adapter(model):
     model.set_adapter("other")
 
 
+def more(function, *args, **kwargs):
+    return function(*args, **kwargs) * 1.25
+
+
 def forward_replaced(model):
     mlp = layers_of(model)[0].mlp
-    old = mlp.forward
-    mlp.forward = lambda x: old(x) * 1.25
+    mlp.forward = partial(more, mlp.forward)
 
 
 def norm_replaced(model):
@@ -385,6 +391,138 @@ def scaled(module, arguments, output):
     return output * 1.5
 
 
+class Replacement:
+    """Replaces a function of a class or of a Python module, as Liger, Unsloth and SageAttention do."""
+
+    def __init__(self, holder: Callable[[], Any], name: str, function: Callable[..., Any] = more):
+        self.holder, self.name, self.function = holder, name, function
+
+    def change(self, model: Any) -> None:
+        before = self.before = getattr(self.holder(), self.name)
+        setattr(self.holder(), self.name, lambda *args, **kwargs: self.function(before, *args, **kwargs))
+
+    def undo(self, model: Any) -> None:
+        setattr(self.holder(), self.name, self.before)
+
+
+def modeling() -> Any:
+    from transformers.models.llama import modeling_llama
+
+    return modeling_llama
+
+
+def turned(function, q, k, *args, **kwargs):
+    q, k = function(q, k, *args, **kwargs)
+    return q * 1.25, k
+
+
+def attention_registered(model):
+    registry = modeling().ALL_ATTENTION_FUNCTIONS
+    attention = registry["sdpa"]
+
+    def doubled(*args, **kwargs):
+        output, weights = attention(*args, **kwargs)
+        return output * 2, weights
+
+    registry["sdpa"] = doubled
+
+
+def attention_unregistered(model):
+    del modeling().ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+class Factors(torch.nn.Module):
+    """An activation with state of several kinds, none of which is a parameter or a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists = {"default": [1.0]}
+        self.tensor = torch.full((SHAPE.intermediate_size,), 1.0, dtype=torch.bfloat16, device=DEVICE)
+        self.tensors = {"default": torch.ones_like(self.tensor)}
+        self.number = torch.tensor(1.0)
+
+    def forward(self, x):
+        tensor = self.tensor * self.tensors["default"]
+        return torch.nn.functional.silu(x) * tensor * self.lists["default"][0] * self.number
+
+
+def factors(model):
+    layers_of(model)[0].mlp.act_fn = Factors()
+
+
+def of_factors(change: Callable[[Any], Any]) -> dict[int, Callable[[Any], Any]]:
+    return {0: factors, 4: lambda m: change(layers_of(m)[0].mlp.act_fn)}
+
+
+def loaded_by_assignment(model):
+    state = {name: value.clone() * 1.5 for name, value in model.state_dict().items() if "lora_" in name}
+    model.load_state_dict(state, strict=False, assign=True)
+    for parameter in trained(model):
+        parameter.requires_grad_(True)
+
+
+def norms_swapped(model):
+    weight = layers_of(model)[0].input_layernorm.weight
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.detach() * 1.5, requires_grad=False))
+
+
+class Parametrization(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def parametrized(model):
+    norm = layers_of(model)[0].input_layernorm
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", Parametrization())
+
+
+def several_adapters(model):
+    model.base_model.set_adapter(["default", "other"])
+
+
+def weighted_adapter(model):
+    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "weighted", combination_type="cat")
+    model.base_model.set_adapter("weighted")
+
+
+def dora(model):
+    from peft import LoraConfig
+
+    targets = ["up_proj", "q_proj"]
+    model.add_adapter("other", LoraConfig(r=4, target_modules=targets, use_dora=True, task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+
+
+def dtype_of_the_state(model):
+    projection(model).quant_state.dtype = torch.float32
+
+
+def inheriting(model):
+    layers_of(model)[0].mlp.act_fn = INHERITING()
+
+
+def own_class_changed(model):
+    layer = layers_of(model)[1]
+    kind = type(layer)
+
+    def forward(self, *args, **kwargs):
+        return kind.forward(self, *args, **kwargs) * 1.25
+
+    layer.__class__ = type("Changed", (kind,), {"forward": forward})
+
+
+class Method(Replacement):
+    def undo(self, model: Any) -> None:
+        delattr(self.holder(), self.name)
+
+
+INHERITING = type("Inheriting", (torch.nn.SiLU,), {})
+INHERITED = Method(lambda: INHERITING, "forward")
+NORM = Replacement(lambda: modeling().LlamaRMSNorm, "forward")
+ROPE = Replacement(modeling, "apply_rotary_pos_emb", turned)
+SDPA = Replacement(lambda: torch.nn.functional, "scaled_dot_product_attention")
+LORA = Replacement(lambda: importlib.import_module("peft.tuners.lora.bnb").Linear4bit, "forward")
+
 # What is done to the model, by the step before which it is done.
 CHANGES = {
     "scaling": {4: scaling},
@@ -407,18 +545,55 @@ CHANGES = {
     "activation replaced": {4: activation_replaced},
     "dropout replaced": {4: dropout_replaced},
     "class changed": {4: class_changed},
+    "class of the layer changed": {4: own_class_changed},
+    "method of a norm": {4: NORM.change, 7: NORM.undo},
+    "method that was inherited": {0: inheriting, 4: INHERITED.change, 7: INHERITED.undo},
+    "method of an adapter": {4: LORA.change, 7: LORA.undo},
+    "rotary embeddings": {4: ROPE.change, 7: ROPE.undo},
+    "attention of PyTorch": {4: SDPA.change, 7: SDPA.undo},
+    "attention registered": {4: attention_registered, 7: attention_unregistered},
+    "item of a list": of_factors(lambda act: act.lists["default"].__setitem__(0, 2.0)),
+    "moved attribute": of_factors(lambda act: setattr(act.tensor, "data", act.tensor * 2)),
+    "moved tensor in a dict": of_factors(lambda act: setattr(act.tensors["default"], "data", act.tensor * 2)),
+    "written attribute": of_factors(lambda act: act.tensor.mul_(2)),
+    "number on the host": of_factors(lambda act: act.number.fill_(2)),
+    "loaded by assignment": {4: loaded_by_assignment},
+    "swapped tensors": {4: norms_swapped},
+    "parametrized": {4: parametrized},
+    "adapter deleted": {0: second_adapter, 4: lambda m: (m.set_adapter("default"), m.delete_adapter("other"))},
+    "several adapters": {0: second_adapter, 4: several_adapters},
+    "weighted adapter": {0: second_adapter, 4: weighted_adapter},
+    "dora": {4: dora, 7: lambda m: m.set_adapter("default")},
+    "dtype of a state": {4: dtype_of_the_state},
+    "evaluated in part": {4: lambda m: layers_of(m)[0].mlp.eval(), 6: lambda m: m.train()},
     "released": {4: lambda m: nf4_patch.release()},
 }
+BACKENDS = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # What is around one step.
 AROUND = {
     "hooked for a step": lambda m: layers_of(m)[0].register_forward_pre_hook(lambda _, x: (x[0] * 1.5, *x[1:])),
     "disabled adapter": lambda m: m.disable_adapter(),
+    "order of backends": lambda m: torch.nn.attention.sdpa_kernel(BACKENDS, set_priority=True),
+    "default dtype": lambda m: default_dtype(),
     "precision": lambda m: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
 }
 
 
 # Changes that a graph reads, or for which there is a graph of its own.
-NOT_REFUSED = {"written weight", "released", "attention changed", "precision"}
+NOT_REFUSED = {
+    "written weight", "released", "attention changed", "precision", "order of backends", "default dtype", "written attribute",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "change"), crossed(("plain", "cached"), [*CHANGES, *AROUND]))
@@ -464,6 +639,101 @@ def test_second_derivatives():
     assert graphed["replays"] and graphed["losses"] == pytest.approx(
         eager["losses"], rel=2**-7
     )  # sums in another order
+
+
+def test_modes_around_the_forward_alone():
+    """The recompute of an eager backward runs in the modes of the backward."""
+
+    def step_of(model, optimizer, step):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = loss_of(model, step)
+        return backward(loss)
+
+    assert compared(lambda: model_of(reentrant=True), step_of)["replays"]
+
+
+def test_layers_that_are_used_twice():
+    """In one model, and in two models at once."""
+
+    def make():
+        model = model_of(lora_dropout=0.05)
+        layers_of(model)[2] = layers_of(model)[0]
+        return model
+
+    def step_of(model, optimizer, step):
+        return backward(loss_of(model, step), loss_of(model.other, step))
+
+    def two():
+        model, other = make(), make()
+        layers_of(other)[1] = layers_of(model)[1]
+        object.__setattr__(model, "other", other)
+        return model
+
+    assert compared(make)["replays"]
+    assert compared(two, step_of)["replays"]
+
+
+def test_copies_of_a_model_with_graphs():
+    def step_of(model, optimizer, step):
+        if step == 4:
+            object.__setattr__(model, "other", copy.deepcopy(model))
+        other = backward(loss_of(model.other, step)) if step >= 4 else []
+        return [*backward(loss_of(model, step)), *other]
+
+    assert compared(model_of, step_of, steps=9)["replays"]
+
+
+def test_gradients_of_a_part():
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        part = trained(model)[:5]
+        found = torch.autograd.grad(loss, part, retain_graph=True)
+        return [*[g.float().norm().item() for g in found], *backward(loss)]
+
+    assert compared(lambda: model_of(lora_dropout=0.05), step_of)["replays"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_interrupts_in_a_replay(where, monkeypatch):
+    """An interrupt in a backward leaves the random generator as it was, and the next step has the results of an eager run."""
+    replays = (torch.cuda.CUDAGraph, "replay") if GPU else (graphs_without_cuda.GraphedLayer, "result_of")
+    random_state = torch.cuda.get_rng_state if GPU else torch.get_rng_state
+
+    def step_of(model, optimizer, step):
+        if step == 4 and graphs.replays:
+            loss = loss_of(model, step) if where == "backward" else None
+            before = random_state()
+            with monkeypatch.context() as patch:
+                patch.setattr(*replays, lambda *arguments: interrupt(None, arguments))
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, step) if loss is None else loss.backward()
+            assert torch.equal(random_state(), before)
+            optimizer.zero_grad(set_to_none=True)
+        if step == 4:
+            torch.manual_seed(7)
+        return one_step(model, optimizer, step)
+
+    nf4_patch.disable()
+    monkeypatch.setattr(graphs, "replays", 0)
+    assert compared(lambda: model_of(lora_dropout=0.05), step_of, steps=8)["replays"] == 3 * (
+        8 - 2 + (where == "backward")
+    )
+
+
+def test_graphs_dropped_by_another_thread(monkeypatch):
+    """``release()`` in another thread, after the check and before the replay."""
+    replay, calls = graphs_module.replay, []
+
+    def late(*arguments):
+        calls.append(len(calls))
+        if len(calls) % 4 == 0:
+            thread = threading.Thread(target=nf4_patch.release)
+            thread.start()
+            thread.join()
+        return replay(*arguments)
+
+    monkeypatch.setattr(graphs_module, "replay", late)
+    assert compared(lambda: model_of(lora_dropout=0.05), steps=16)["replays"] and len(calls) > 8
 
 
 # --- shapes, streams, threads ---
@@ -995,7 +1265,6 @@ def test_packed_experts(base):
 
 def test_the_experts_state_is_another():
     """A stack's quant_state that is replaced by an equal one is read at its new addresses."""
-    import copy
 
     def step_of(model, optimizer, step):
         if step == 4:

@@ -1,18 +1,25 @@
-"""Graphs for a machine without CUDA: a graph is a function that runs the layer, eagerly, with the arguments of its call."""
+"""Graphs for a machine without CUDA: a graph runs a copy of the layer, eagerly, with the arguments of the replayed call.
+
+The copy is made at the capture. Its tensors lie in the memory that the layer's tensors had then. So a replay computes what a CUDA
+graph would compute, also after a change of the layer that nobody noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nf4_patch.graphs import capture, layers
-from nf4_patch.graphs.capture import alias_of, swapped, trained_places
+from nf4_patch.graphs.capture import trained_places
 from nf4_patch.nf4 import runtime
+from nf4_patch.patching.switch import switch
 
 
 class Pool:
@@ -25,42 +32,79 @@ class Pool:
         """Nothing is held."""
 
 
+def alias_of(tensor: Any) -> Any:
+    """Return another tensor of the same class in the same memory."""
+    plain = tensor.detach().as_subclass(Tensor)
+    if type(tensor) is Tensor:
+        return plain
+    alias = Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
+    vars(alias).update(vars(tensor))
+    return alias
+
+
+class Frozen:
+    """A copy of a layer as it is at its capture. Inside ``with frozen.in_place()`` the layer is this copy."""
+
+    def __init__(self, layer: Any, fingerprint: Any):
+        known: dict[int, Any] = {id(t): alias_of(t) for t in [*fingerprint.tensors, *fingerprint.scales]}
+        for weight in fingerprint.packed:
+            if isinstance(weight, Tensor):
+                known[id(weight)].quant_state = copy.deepcopy(weight.quant_state, known)
+        if switch.value("cache") != "off":  # the cache leaves weights alone that share memory with others
+            known |= {id(each): each for each in [*fingerprint.packed, *fingerprint.states]}
+        self.layer, self.copy = weakref.ref(layer), copy.deepcopy(layer, known)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Any:
+        layer: Any = self.layer()
+        attributes = layer.__dict__
+        layer.__dict__ = {**vars(self.copy)}
+        try:
+            yield
+        finally:
+            layer.__dict__ = attributes
+
+
 class GraphedLayer:
-    """As nf4_patch.graphs.capture.GraphedLayer, but nothing is captured. It reads the parameters that it was made with."""
+    """As nf4_patch.graphs.capture.GraphedLayer, but nothing is captured."""
 
     def __init__(self, pool: Any, task: Any):
         self.pool, self.task, self.fingerprint, self.alive = pool, task, task.fingerprint, True
-        self.is_random, self.others, self.places = True, None, trained_places(task.layer)
+        self.is_random, self.others, self.parameters = True, None, [p for *_, p in trained_places(task.layer)]
+        self.frozen = Frozen(task.layer, task.fingerprint)
+        self.aliases = [parameter for *_, parameter in trained_places(self.frozen.copy)]
         state = pool.generator.get_state()
         try:
             gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[int(task.x.requires_grad) :]
         finally:
             pool.generator.set_state(state)
-        self.places = [place for place, gradient in zip(self.places, gradients, strict=True) if gradient is not None]
-        self.parameters = [parameter for *_, parameter in self.places]
+        used = [gradient is not None for gradient in gradients]
+        self.aliases, self.parameters = [*compress(self.aliases, used)], [*compress(self.parameters, used)]
+        self.places = [place for place in trained_places(task.layer) if any(place[2] is p for p in self.parameters)]
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        with torch.set_grad_enabled(not self.task.is_reentrant), self.task.environment.entered():
-            x = x.detach().requires_grad_(self.task.x.requires_grad)
-            return self.result_of(x, tensors).detach().clone()
+        with torch.set_grad_enabled(not self.task.is_reentrant):
+            return self.result_of(x.detach().requires_grad_(self.task.x.requires_grad), tensors).detach().clone()
 
     def result_of(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        return self.first_of(
-            self.task.function(lambda function, *arguments: function(*arguments), x, tensors), self.task
-        )
+        with self.frozen.in_place(), self.task.environment.entered():
+            result = self.task.function(lambda function, *arguments: function(*arguments), x, tensors)
+        return self.first_of(result, self.task)
 
     def gradients(self, x: Tensor, tensors: list[Tensor], gradient: Tensor) -> list[Any]:
         x = x.detach().requires_grad_(x.requires_grad)
-        aliases = [alias_of(parameter) for *_, parameter in self.places]
-        with torch.enable_grad(), self.task.environment.entered(), swapped(self.places, aliases):
+        with torch.enable_grad():
             y = self.result_of(x, tensors)
-        return list(torch.autograd.grad(y, [*([x] if x.requires_grad else []), *aliases], gradient, allow_unused=True))
+        inputs = [*([x] if x.requires_grad else []), *self.aliases]
+        return list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor, gradient: Tensor) -> list[Any]:
         after = self.pool.generator.get_state()
         self.pool.generator.set_state(random_state)
-        found = self.gradients(x, tensors, gradient)
-        self.pool.generator.set_state(after)
+        try:
+            found = self.gradients(x, tensors, gradient)
+        finally:
+            self.pool.generator.set_state(after)
         return found if x.requires_grad else [None, *found]
 
     first_of = capture.GraphedLayer.first_of
@@ -78,9 +122,10 @@ class GraphedForward:
     def __init__(self, pool: Any, task: Any):
         self.pool, self.fingerprint, self.alive, self.others = pool, task.fingerprint, True, None
         self.static_cache, self.task = weakref.ref(task.static_cache), task._replace(static_cache=None)
+        self.frozen = Frozen(task.layer, task.fingerprint)
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        with self.task.environment.entered():
+        with self.frozen.in_place(), self.task.environment.entered():
             return self.first_of(self.task.function(self.static_cache(), x, tensors), self.task).clone()
 
     is_in_place, reset, first_of = GraphedLayer.is_in_place, GraphedLayer.reset, GraphedLayer.first_of
