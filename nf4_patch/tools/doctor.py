@@ -181,8 +181,9 @@ def lines_to_type(
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
     graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
+    fastest = 'lora="fused", graphs="auto"' if graphs else 'lora="fused"'
     if has("peft", ">= 0.17"):
-        lines["peft, TRL, fastest"] = line('lora="fused", graphs="auto"' if graphs else 'lora="fused"')
+        lines["peft, TRL, fastest"] = line(fastest)
         if graphs:
             lines["with it in SFTConfig"] = SETTINGS
     if has("unsloth", ""):
@@ -195,7 +196,7 @@ def lines_to_type(
             lines["in get_peft_model"] = "use_gradient_checkpointing=True"
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
-        line('experts="4bit"') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
+        line(f'experts="4bit", {fastest}') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
     )
     return lines
 

@@ -169,7 +169,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
 IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
-CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit")'
+CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit", lora="fused", graphs="auto")'
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,8 @@ def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
     typed = doctor.lines_to_type(LINES | changes, False, capabilities)
     assert typed.get("peft, TRL, fastest") == line and ("with it in SFTConfig" in typed) == (line == GRAPHED)
     assert ("Unsloth, fastest" in typed) == (line not in (FUSED, None) or "peft" in changes)
+    mixtures = line and line.replace("enable(", 'enable(experts="4bit", ')
+    assert typed["mixtures of experts"] == mixtures or "transformers" in changes or "peft" in changes
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):
