@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..patching.context import plain_methods
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
+IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # attributes of configs
 # SKIPPED: attributes that are not compared.
 # TRL sets a new checkpoint function after each generation. Every call of a layer checks this function anyway.
-IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"
 SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)

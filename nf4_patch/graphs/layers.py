@@ -235,8 +235,8 @@ class Call:
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, pool = self.graph, self.graph.pool
-        is_same = not torch.is_grad_enabled() and Environment.current().modes == self.environment.modes
-        if is_same and stream_of(pool.device) == pool.replay_stream:
+        may_replay = not torch.is_grad_enabled() and Environment.current().modes == self.environment.modes
+        if may_replay and stream_of(pool.device) == pool.replay_stream:
             with pool.lock:
                 if graph.is_in_place():
                     return graph.backward(x, self.tensors, self.random_state, gradient)
