@@ -34,6 +34,7 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import pool as pool_module
+from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
@@ -718,6 +719,26 @@ def test_interrupts_in_a_replay(where, monkeypatch):
     assert compared(lambda: model_of(lora_dropout=0.05), step_of, steps=8)["replays"] == 3 * (
         8 - 2 + (where == "backward")
     )
+
+
+def test_interrupt_after_an_argument_was_copied():
+    """The next call copies its own argument, although it is the one that the slot held before."""
+    mask, other = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    slot = Slot(mask)
+    slot.load(mask)
+    buffer = slot.base
+
+    class Interrupted:
+        def copy_(self, tensor: Tensor) -> None:
+            buffer.copy_(tensor)
+            raise KeyboardInterrupt
+
+    slot.base = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        slot.load(other)
+    slot.base = buffer
+    slot.load(mask)
+    assert torch.equal(slot.buffer, mask)
 
 
 def test_graphs_dropped_by_another_thread(monkeypatch):
