@@ -309,7 +309,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "in host memory, GB": "{experts_gb:.1f}"}),
     "wait": lambda: " → ".join(
         f"{row['wall_ms']:.0f}" for side in ("fused", "graphs") for row in records("recipe", side=side, tokens=512)),
-    "wall-noise": lambda: f"{WALL_NOISE * 100:.0f} %",
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
     "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),

@@ -118,12 +118,9 @@ class Fingerprint:
             {id(c): vars(c) for m in everything if hasattr(c := vars(m).get("config"), "__dict__")}.values()
         )
         self.code = Code(everything, self.configs)
-        names = [
-            [name for name in config if name in self.code.names or name in IMPLEMENTATIONS] for config in self.configs
-        ]
-        self.of_configs = [
-            (itemgetter(*each), config) for each, config in zip(names, self.configs, strict=True) if each
-        ]
+        used = self.code.names.union(IMPLEMENTATIONS)
+        chosen = [([name for name in config if name in used], config) for config in self.configs]
+        self.of_configs = [(itemgetter(*each), config) for each, config in chosen if each]
         self.settings = self.found_settings()
         hooks = [each for module in compress(everything, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]

@@ -93,7 +93,7 @@ class Pool:
     def leaving_enough(self) -> Iterator[None]:
         """Capture inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
 
-        The rest of a step needs at most as much memory as earlier steps needed at their peak, with all their layers.
+        The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
 
         Raises:
             torch.cuda.OutOfMemoryError: there would be too little memory.

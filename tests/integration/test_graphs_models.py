@@ -34,7 +34,7 @@ TARGETS = [*LINEARS, "qkv_proj", "gate_up_proj", "query_key_value", "dense", "fc
 
 WINDOW = {"sliding_window": 16}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-# On an H200, sdpa's backward for its head sizes gives other gradients at each run, with and without the patch.
+# With sdpa, two of its trainings on an H200 may differ, also without the patch.
 GEMMA4 = {**MIXED, "vocab_size_per_layer_input": 512, "attn_implementation": "eager"}
 CONV = {"layer_types": ["conv", "full_attention"]}
 # The config of each architecture, apart from its sizes.
