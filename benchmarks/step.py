@@ -95,7 +95,7 @@ COMPARISONS = {  # by command-line option
 # --- in a separate process ---
 
 
-def unsloth_model(config: Any) -> Any:
+def unsloth_model(config: Any, checkpointing: Any = True) -> Any:
     from unsloth import FastLanguageModel  # before transformers, as Unsloth requires
 
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def unsloth_model(config: Any) -> Any:
         )
     experts = [name.rpartition(".")[2] for name in EXPERTS] if hasattr(config, "num_experts") else []
     return FastLanguageModel.get_peft_model(
-        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", use_gradient_checkpointing=True, random_state=0,
+        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", use_gradient_checkpointing=checkpointing, random_state=0,
         target_modules=[*LINEARS[:4], *experts] if experts else list(LINEARS),
     )  # fmt: skip
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from ..cache.store import cache
 from ..nf4.runtime import DEVICE
@@ -24,6 +24,9 @@ from ..patching.reasons import Reason
 from .arguments import slots_for
 from .fingerprint import Fingerprint
 from .pool import Pool, Refusal, host_generators, quiet_garbage, repaired, requested, synchronizations, unowned
+
+# Unsloth replaces PyTorch's checkpoint, and keeps it under another name.
+checkpoint = getattr(torch.utils.checkpoint, "_old_checkpoint", torch.utils.checkpoint.checkpoint)
 
 
 def precisions() -> tuple[Any, ...]:

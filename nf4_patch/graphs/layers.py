@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..cache.store import cache
 from ..nf4 import runtime
@@ -32,6 +31,7 @@ from .arguments import Unsupported, flattened, replaced, signature
 from .capture import Environment, GraphedLayer, Task, alias_of, swapped
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
+from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
 from .option import GraphsStatus
 from .pool import Pool, Refusal
 
@@ -55,6 +55,8 @@ HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parame
 # CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
 # older architectures
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
+# CHECKPOINTS: Python modules and names of the checkpoint functions that a replay can replace
+PYTORCHS, UNSLOTHS = CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), (UNSLOTH, "unsloth_checkpoint")
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
@@ -224,9 +226,11 @@ class Call:
     """One call of a layer that has graphs. It holds the data that the forward passes on to the backward."""
 
     def __init__(
-        self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
-    ):
+        self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any],
+        offloads: bool,
+    ):  # fmt: skip
         self.graph, self.environment, self.tensors, self.again = graph, environment, tensors, again
+        self.offloads = offloads  # whether the layer's input waits for the backward in host memory
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
@@ -274,16 +278,27 @@ class Replay(context.PlainFunction):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(x)  # hooks on saved tensors, such as activation offloading, then apply to x
-        graph = call.graph
+        ctx.call, graph = call, call.graph
+        ctx.offloaded = OffloadedInput(x) if call.offloads and x.nbytes > MINIMUM_NBYTES else None
+        if ctx.offloaded is None:
+            ctx.save_for_backward(x)  # hooks on saved tensors, such as activation offloading, then apply to x
         with graph.pool.lock:
-            return graph.forward(x, call.tensors)
+            y = graph.forward(x, call.tensors)
+        if ctx.offloaded is not None:
+            ctx.offloaded.wait()
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        return (None, *ctx.call.gradients(x, gradient))
+        if ctx.offloaded is None:
+            (x,) = ctx.saved_tensors
+            return (None, *ctx.call.gradients(x, gradient))
+        x = ctx.offloaded.load().requires_grad_()
+        before, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the Replay of the layer before
+        if type(before) is type(ctx) and before.offloaded is not None:
+            before.offloaded.prefetch()
+        with torch.no_grad():  # as Unsloth's checkpoint, this one is differentiable once
+            return (None, *ctx.call.gradients(x, gradient))
 
 
 def stream_of(device: int) -> int:
@@ -315,20 +330,17 @@ def is_reentrant(layer: Any, static_cache: Any) -> bool:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
-    """Return the keyword arguments that the layer passes to PyTorch's checkpoint.
+    """Return the keyword arguments that the layer passes to its checkpoint function.
 
     Return an empty dict if a replay cannot replace the layer's checkpoint function.
-
-    With ``use_gradient_checkpointing=True``, Unsloth calls PyTorch's checkpoint, which a replay can replace. With
-    "unsloth", Unsloth calls its own checkpoint, which moves x to host memory. A replay cannot replace that one, because
-    the replay would keep x on the GPU.
     """
-    function = partial(function) if function is checkpoint else function
-    if type(function) is not partial or function.func is not checkpoint:
-        return {}
+    function = function if type(function) is partial else partial(function)
+    name = getattr(function.func, "__module__", ""), getattr(function.func, "__name__", "")
     options = {"use_reentrant": None, "preserve_rng_state": True, **function.keywords}
-    options["use_reentrant"] = options["use_reentrant"] is not False  # PyTorch takes None as True
-    return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
+    # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
+    options["use_reentrant"] = options["use_reentrant"] is not False or name == UNSLOTHS
+    plain = len(options) == 2 and options["preserve_rng_state"] and not function.args
+    return options if name in CHECKPOINTS and plain else {}
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -369,6 +381,8 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
     # A reentrant checkpoint gives no gradients if its input requires none.
     if not args[0].requires_grad and options["use_reentrant"]:
         return Reason.GRAPH_ARGUMENTS
+    if args[0].dtype is torch.float32 and offloads(options["use_reentrant"]):  # Unsloth rounds it to bf16
+        return Reason.GRAPH_CHECKPOINT
     if context.modes_active() or context.function_mode_active():
         return Reason.DISPATCH_MODE
     if context.transforms_active() is not None:
@@ -467,7 +481,8 @@ def graphed(target: Target, original: Function) -> Function:
             plain = kwargs if static_cache is None else {**kwargs, cache_name: None}
             layouts = signature(args, tensors), signature(plain, tensors)
             # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
-            mode = x.requires_grad and static_cache is None, is_reentrant(self, static_cache)
+            reentrant = is_reentrant(self, static_cache)
+            mode = x.requires_grad and static_cache is None, reentrant
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
@@ -501,7 +516,9 @@ def graphed(target: Target, original: Function) -> Function:
             return Reason.GRAPH_CHANGED
         if static_cache is not None:
             return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)
-        return replay, graph, Call(graph, environment, tensors[1:], partial(again, self, args, kwargs)), x
+        # The call must not keep x alive, because x may be offloaded.
+        call = Call(graph, environment, tensors[1:], partial(again, self, args[1:], kwargs), offloads(reentrant))
+        return replay, graph, call, x
 
     def task_of(
         self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
@@ -533,6 +550,6 @@ def graphed(target: Target, original: Function) -> Function:
             self._gradient_checkpointing_func = before
 
     def again(self: Any, args: Any, kwargs: Any, x: Tensor) -> Any:
-        return through(self, lambda function, *arguments: function(*arguments), (x, *args[1:]), kwargs)
+        return through(self, lambda function, *arguments: function(*arguments), (x, *args), kwargs)
 
     return replacement_of(target, original, fallbacks, attempt)

@@ -100,7 +100,10 @@ class Reason(enum.Enum):
         "the decoder layer runs without gradient checkpointing, in evaluation mode or without gradients, and without a static cache",
         'train with gradient_checkpointing=True, and generate with cache_implementation="static"',
     )
-    GRAPH_CHECKPOINT = "the decoder layer's checkpoint is not PyTorch's, or has a context_fn or other options"
+    GRAPH_CHECKPOINT = (
+        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or Unsloth's"
+        " rounds the layer's fp32 input to bf16"
+    )
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
     GRAPH_HOOKED = (
         "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import pool as pool_module
 from nf4_patch.graphs.arguments import Slot
+from nf4_patch.graphs.input_offload import UNSLOTH
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
@@ -214,6 +216,96 @@ def test_attention_dropout():
         return model_of(config=config)
 
     assert compared(make)["replays"]
+
+
+# --- Unsloth's checkpoint ---
+
+
+@pytest.fixture
+def inputs(monkeypatch):
+    """PyTorch's reentrant checkpoint in place of Unsloth's, under its names. Return weak references to all inputs that were offloaded.
+
+    Unsloth's own needs a GPU: programs/graphed_unsloth.py trains with it.
+    """
+    import transformers.modeling_utils
+
+    module, found = torch.utils.checkpoint, []
+    checkpoint = module.checkpoint
+
+    def unsloth_checkpoint(function, *arguments, use_reentrant=None, **options):
+        return checkpoint(function, *arguments, use_reentrant=True, **options)
+
+    class Offloaded(graphs_module.OffloadedInput):  # type: ignore[misc]
+        def __init__(self, x):
+            super().__init__(x)
+            self.was_prefetched: list[bool] = []
+            found.append((weakref.ref(x), self))
+
+        def load(self):
+            self.was_prefetched.append(self.prefetched is not None)
+            return super().load()
+
+    unsloth_checkpoint.__module__ = UNSLOTH
+    function = type("UnslothCheckpointFunction", (module.CheckpointFunction,), {"__module__": UNSLOTH})
+    monkeypatch.setattr(module, "CheckpointFunction", function)
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", unsloth_checkpoint)
+    monkeypatch.setattr(graphs_module, "OffloadedInput", Offloaded)
+    monkeypatch.setattr(graphs_module, "MINIMUM_NBYTES", 0)
+    return found
+
+
+@pytest.mark.parametrize("base", ["plain", "cached, fused"])
+def test_unsloths_checkpoint(base, inputs):
+    """Between its forward and its backward, a layer's input is not on the GPU."""
+
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        # Graphs without CUDA keep the inputs of their captures. Autograd keeps the first layer's input, a leaf.
+        alive = [x() for x, _ in inputs[3:] if x() is not None]
+        assert all(x.is_leaf for x in alive)
+        assert all(offloaded.prefetched is None for _, offloaded in inputs)
+        return backward(loss)
+
+    found = compared(lambda: model_of(True, lora_dropout=0.05), step_of, base=BASES[base])
+    assert found["replays"] == len(inputs) == 3 * (STEPS - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
+    # Each layer but the last is prefetched in the backward of the layer after it.
+    assert [each.was_prefetched for _, each in inputs] == [[True], [True], [False]] * (STEPS - 2)
+
+
+def test_unsloths_checkpoint_with_forwards_before_a_backward(inputs):
+    found = compared(lambda: model_of(True), forwards_before_a_backward)
+    assert found["replays"] == len(inputs) > 0
+
+
+def test_unsloths_checkpoint_and_graphs_that_are_dropped_before_the_backward(inputs):
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        if step == 4:
+            nf4_patch.release()
+        return backward(loss)
+
+    found = compared(lambda: model_of(True), step_of)
+    assert found["replays"] == len(inputs) > 0
+
+
+def test_a_second_backward_through_unsloths_checkpoint(inputs):
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        loss.backward(retain_graph=True)
+        return backward(loss)
+
+    assert compared(lambda: model_of(True), step_of)["replays"] == len(inputs) > 0
+
+
+def test_unsloths_checkpoint_rounds_fp32(inputs):
+    """Unsloth's moves an fp32 input to the host in bf16. So the layer is not replayed."""
+
+    def step_of(model, optimizer, step):
+        ids = tokens(step)
+        return backward(model(input_ids=ids, labels=ids).loss)
+
+    found = compared(lambda: model_of(True, config=config_of(SHAPE, torch.float32)), step_of)
+    assert not inputs and found["reasons"] == {"GRAPH_CHECKPOINT"}
 
 
 # --- several forwards and backwards ---
@@ -1304,10 +1396,11 @@ def test_the_experts_state_is_another():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_unsloth():
+@pytest.mark.parametrize("checkpoint", [(), ("unsloth",)], ids=["PyTorch's", "Unsloth's"])
+def test_unsloth(checkpoint):
     pytest.importorskip("unsloth")
     program = Path(__file__).parents[1] / "programs" / "graphed_unsloth.py"
-    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, str(program), *checkpoint], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and result.stdout.endswith("equal\n"), result.stderr[-3000:]
 
 

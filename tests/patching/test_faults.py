@@ -30,10 +30,18 @@ from nf4_patch.patching.switch import switch
 MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
+def before_the_patch(packed, state):
+    """What bitsandbytes returns. The patch has not seen the weight afterwards."""
+    nf4_patch.disable()
+    want = expected(packed, state)
+    nf4_patch.enable()
+    return want
+
+
 @pytest.mark.parametrize("mistake", [MISTAKE, TypeError(MISTAKE)], ids=["a value", "a type"])
 def test_our_own_error_runs_the_original_and_is_logged_once(on, mistake, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.float16, on)
-    want = expected(packed, state)
+    want = before_the_patch(packed, state)
     counters.reset()
     monkeypatch.setattr(guards, "why_not", raising(mistake))
     with caplog.at_level(logging.ERROR, "nf4_patch"):
@@ -131,7 +139,7 @@ def test_a_remembered_failure_keeps_no_weight_alive(error):
 def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
     packed, state = quantized((64, 128), torch.bfloat16, on)
-    want = expected(packed, state)
+    want = before_the_patch(packed, state)
     warn_once.cache_clear()
     monkeypatch.setattr(launch, "dequantize", raising(runtime.KernelUnavailable("ptxas exited with 1")))
     compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)

@@ -135,10 +135,10 @@ def test_functions_are_put_back_after_an_interrupted_enable(script):
     assert len(where) > 20
 
 
-def test_a_layer_that_is_interrupted_reads_nothing_old_afterwards():
+def test_a_layer_that_is_interrupted_reads_nothing_old_afterwards(device):
     """The dense copies are attached to its quantization states only while the layer runs."""
     layer = torch.nn.Module()
-    layer.part = linear(torch.device("cpu"), SIDE, SIDE, weights=torch.bfloat16)
+    layer.part = linear(device, SIDE, SIDE, weights=torch.bfloat16)
     state = layer.part.weight.quant_state
 
     def forward(module):

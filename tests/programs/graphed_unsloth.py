@@ -1,4 +1,7 @@
-"""Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each."""
+"""Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each.
+
+    graphed_unsloth.py [unsloth]    # with PyTorch's checkpoint, or with Unsloth's own, its default
+"""
 
 import sys
 from pathlib import Path
@@ -14,8 +17,9 @@ from benchmarks.models import Shape, config_of
 from benchmarks.step import unsloth_model
 from benchmarks.training import optimizer_of, trained
 
-model = unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)))
-tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
+model = unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)), *sys.argv[1:])
+# Unsloth's checkpoint moves inputs of more than 2 MiB to host memory. These have 4 MiB.
+tokens = [torch.randint(3, 4000, (2, 1024), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
 
 
 def training(**options):
@@ -24,13 +28,15 @@ def training(**options):
         before = nf4_patch.status().graphs.replays
         for batch in tokens:
             optimizer.zero_grad(set_to_none=True)
+            allocated = torch.cuda.memory_allocated()
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=batch, labels=batch).loss
+            kept = torch.cuda.memory_allocated() - allocated  # between forward and backward
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         replays = nf4_patch.status().graphs.replays - before
-    return losses, [parameter.detach().clone() for parameter in trained(model)], replays
+    return losses, [parameter.detach().clone() for parameter in trained(model)], replays, kept
 
 
 def same(one, other):
@@ -44,4 +50,5 @@ for _ in range(2):
     found = training(graphs="auto")
     assert found[2] == 3 * (len(tokens) - 2), found[2]
     assert same(found, want), (found[0], want[0])
+    assert found[3] <= want[3], (found[3], want[3])
 print("equal")

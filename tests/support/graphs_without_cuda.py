@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_patch.graphs import capture, layers
+from nf4_patch.graphs import capture, input_offload, layers
 from nf4_patch.graphs.capture import trained_places
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.switch import switch
@@ -131,8 +131,24 @@ class GraphedForward:
     is_in_place, reset, first_of = GraphedLayer.is_in_place, GraphedLayer.reset, GraphedLayer.first_of
 
 
+class OffloadedInput:
+    """As nf4_patch.graphs.input_offload.OffloadedInput, with a copy in place of the host's memory."""
+
+    def __init__(self, x: Tensor):
+        self.on_host, self.prefetched = x.clone(), None
+
+    def wait(self) -> None:
+        """Every copy is made at once."""
+
+    def prefetch(self) -> None:
+        self.prefetched = self.on_host.clone()
+
+    load = input_offload.OffloadedInput.load
+
+
 def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(layers, "Pool", Pool)
     monkeypatch.setattr(layers, "GraphedLayer", GraphedLayer)
     monkeypatch.setattr(layers, "GraphedForward", GraphedForward)
+    monkeypatch.setattr(layers, "OffloadedInput", OffloadedInput)
     monkeypatch.setattr(torch.cuda, "empty_cache", contextlib.nullcontext)
