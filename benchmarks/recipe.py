@@ -40,6 +40,7 @@ from benchmarks.step import (
     Steps,
     differ,
     model_of,
+    unsloth_model,
 )  # fmt: skip
 from benchmarks.timing import kernels, machine, synchronize
 from benchmarks.training import LENGTHS, Size, Step, llama, optimizer_of
@@ -60,6 +61,7 @@ class Side(NamedTuple):
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
     optimizer: str = FUSED_ADAMW  # transformers' default, see training.optimizer_of
     environment: tuple[tuple[str, str], ...] = ()
+    checkpointing: bool | str = True  # use_gradient_checkpointing of Unsloth's get_peft_model
 
 
 class Recipe(NamedTuple):
@@ -90,6 +92,9 @@ def dense(layers: int) -> Recipe:
     sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
     if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
         sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
+    else:
+        sides[f"{UNSLOTH}, offloading"] = Side(UNSLOTH, None, checkpointing="unsloth")
+        sides[f"{UNSLOTH}, offloading, graphs"] = Side(UNSLOTH, GRAPHS, checkpointing="unsloth")
     return Recipe("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 
@@ -109,7 +114,8 @@ class Running:
         os.environ.update(side.environment)
         if side.kind == UNSLOTH:
             importlib.import_module("unsloth")
-        self.model, self.side = model_of(side.kind, configuration()), side
+        self.side, config = side, configuration()
+        self.model = unsloth_model(config, side.checkpointing) if side.kind == UNSLOTH else model_of(side.kind, config)
         self.optimizer, self.steps = self.new_optimizer(), dict[Size, Step]()
         if side.options is not None:
             nf4_patch.enable(**side.options)  # type: ignore[arg-type]

@@ -24,9 +24,7 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a ran
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
-parser.add_argument(
-    "--graphs", action="store_true", help="pad to few lengths, so that CUDA graphs are replayed"
-)
+parser.add_argument("--graphs", action="store_true", help="pad to few lengths, so that CUDA graphs are replayed")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()

@@ -34,7 +34,7 @@ SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains from two options: "
     'enable(cache="auto") or a size (PyTorch >= 2.11), because these layers then read weights that were dequantized once; '
-    'and on a fast GPU enable(graphs="auto"), if get_peft_model has use_gradient_checkpointing=True.'
+    'and on a fast GPU enable(graphs="auto").'
 )
 
 

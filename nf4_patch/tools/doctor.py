@@ -193,7 +193,6 @@ def lines_to_type(
         lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
         if graphs and has("unsloth", ">= 2026.10"):
             lines["Unsloth, fastest"] = line('graphs="auto"')
-            lines["in get_peft_model"] = "use_gradient_checkpointing=True"
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
         line(f'experts="4bit", {fastest}') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"

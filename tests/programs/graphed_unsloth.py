@@ -1,6 +1,6 @@
 """Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each.
 
-    graphed_unsloth.py [unsloth]    # with PyTorch's checkpoint, or with Unsloth's own, its default
+graphed_unsloth.py [unsloth]    # with PyTorch's checkpoint, or with Unsloth's own, its default
 """
 
 import sys
@@ -16,10 +16,11 @@ import nf4_patch
 from benchmarks.models import Shape, config_of
 from benchmarks.step import unsloth_model
 from benchmarks.training import optimizer_of, trained
+from nf4_patch.graphs import layers
 
 model = unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)), *sys.argv[1:])
-# Unsloth's checkpoint moves inputs of more than 2 MiB to host memory. These have 4 MiB.
-tokens = [torch.randint(3, 4000, (2, 1024), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
+tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
+layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too
 
 
 def training(**options):

@@ -185,7 +185,6 @@ def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
     lines = doctor.lines_to_type(LINES | changes, unsloth_keeps, [(9, 0)])
     assert lines.pop("peft, TRL, fastest") == GRAPHED and lines.pop("with it in SFTConfig") == IN_TRL
     assert lines.pop("Unsloth, fastest") == 'nf4_patch.enable(graphs="auto")'
-    assert lines.pop("in get_peft_model") == "use_gradient_checkpointing=True"
     assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth, "mixtures of experts": experts}
     report = dataclasses.replace(WORKS, lines=lines)
     assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
