@@ -29,7 +29,7 @@ from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cli, doctor
 
 DATA = ROOT / "docs" / "data"
-GPUS = ("H100", "H200")
+GPUS = ("H200", "H100")
 OURS, GPU_TIME, WALL_TIME = "nf4_patch", "GPU time", "wall-clock time"
 RELEASES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft")
 WORDS = {  # side of the data -> row of a table
@@ -59,13 +59,13 @@ def load(name: str) -> Any:
     return json.loads((DATA / name).read_text())
 
 
-def records(name: str, **where: Any) -> list[Record]:
-    """Return the records of NAME-GPU.json that have the values of ``where``. The first GPU with such a file counts.
+def records(name: str, gpus: tuple[str, ...] = GPUS, **where: Any) -> list[Record]:
+    """Return the records of NAME-GPU.json that have the values of ``where``. The first of ``gpus`` with such a file counts.
 
     The field ``origin`` is a line with the GPU, the data file and the releases.
     """
-    files = {gpu: f"{name}-{gpu.lower()}.json" for gpu in GPUS}
-    gpu = next((gpu for gpu, file in files.items() if (DATA / file).exists()), GPUS[0])
+    files = {gpu: f"{name}-{gpu.lower()}.json" for gpu in gpus}
+    gpu = next((gpu for gpu, file in files.items() if (DATA / file).exists()), gpus[0])
     file, data = files[gpu], load(files[gpu])
     rows, machine = data.get("rows", []), data["machine"]
     for section, timed in data.get("sections", {}).items():
@@ -244,6 +244,10 @@ def sides(name: str, heading: str, **where: Any) -> str:
 
 
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}"}
+CHECKPOINTS = {  # Unsloth's sides by checkpoint: PyTorch's, and Unsloth's, which moves inputs of layers to host memory
+    "unsloth": "`True`", "unsloth, graphs": '`True`, `enable(graphs="auto")`', "unsloth, offloading": '`"unsloth"`',
+    "unsloth, offloading, graphs": '`"unsloth"`, `enable(graphs="auto")`',
+}  # fmt: skip
 GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
 ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
@@ -284,6 +288,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "graphs": lambda: pivot(
         [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-16") + records("recipe-moe") if row["side"] in GRAPHS],
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
+    "unsloth-checkpoint": lambda: pivot(
+        [row | {"words": CHECKPOINTS[row["side"]]} for row in records("recipe", ("H100",)) if row["side"] in CHECKPOINTS],
+        {f"`use_gradient_checkpointing=`, {STEP}": "{words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
     "rollouts": lambda: pivot(

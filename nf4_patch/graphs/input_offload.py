@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.utils.checkpoint
@@ -12,52 +14,65 @@ UNSLOTH = "unsloth_zoo.gradient_checkpointing"  # the Python module of Unsloth's
 MINIMUM_NBYTES = 2 * 2**20  # smaller inputs stay on the GPU, as with Unsloth
 
 
+def offloads(reentrant: bool) -> bool:
+    """Return whether Unsloth's checkpoint is active, which moves the inputs of layers to host memory."""
+    return reentrant and torch.utils.checkpoint.CheckpointFunction.__module__ == UNSLOTH
+
+
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.current_stream(device)
+@contextlib.contextmanager
+def copying(device: torch.device) -> Iterator[None]:
+    """Run the copies in the ``with`` block on a stream of their own, after all earlier work of the current stream.
+
+    Tensors that the ``with`` block allocates belong to the stream of the copies. So their memory is used again only
+    after another ``with copying``, which waits for the work that read them.
+    """
+    stream = copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Let later work of the current stream wait for all copies so far."""
+    torch.cuda.current_stream(device).wait_stream(copy_stream(device))
+
+
+def host_memory(x: Tensor) -> Tensor:
+    """Return an empty tensor in host memory for a copy of x."""
+    try:
+        return torch.empty_like(x, device="cpu", pin_memory=True)
+    except RuntimeError:  # the system limits pinned memory: other memory works too, but Python waits for each copy
+        return torch.empty_like(x, device="cpu")
 
 
 class OffloadedInput:
-    """A copy of the layer's input in pinned host memory.
-
-    The copies to the host and back run on a stream of their own, at the same time as the layers.
-    """
+    """A copy of a layer's input in host memory. The copies to the host and back run at the same time as the layers."""
 
     def __init__(self, x: Tensor):
-        self.device = x.device
-        self.on_host = torch.empty_like(x, device="cpu", pin_memory=True)
-        self.prefetched: Tensor | None = None
-        stream = copy_stream(x.device)
-        stream.wait_stream(current_stream(x.device))
-        with torch.cuda.stream(stream):
+        self.device, self.on_host = x.device, host_memory(x)
+        self.on_gpu: Tensor | None = None
+        with copying(self.device):
             self.on_host.copy_(x, non_blocking=True)
 
-    def wait(self) -> None:
-        """Let later GPU work wait for the copies that have begun. After that, the memory of x may be reused."""
-        current_stream(self.device).wait_stream(copy_stream(self.device))
+    def release(self) -> None:
+        """Let later work wait for the copy to the host. After that, the memory of x may be reused."""
+        wait_for_copies(self.device)
 
     def prefetch(self) -> None:
         """Begin to copy the input back to the GPU."""
-        stream = copy_stream(self.device)
-        # The copy gets memory of ``stream``. Earlier layers may still read what this memory held before.
-        stream.wait_stream(current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self.prefetched = self.on_host.to(self.device, non_blocking=True)
+        if self.on_gpu is None:
+            with copying(self.device):
+                self.on_gpu = self.on_host.to(self.device, non_blocking=True)
 
     def load(self) -> Tensor:
         """Return the input on the GPU."""
-        if self.prefetched is None:
-            self.prefetch()
-        self.wait()
-        x, self.prefetched = self.prefetched, None
+        self.prefetch()
+        wait_for_copies(self.device)
+        x, self.on_gpu = self.on_gpu, None
         assert x is not None
         return x
-
-
-def offloads(reentrant: bool) -> bool:
-    """Return whether Unsloth's checkpoint is active, which moves the inputs of layers to host memory."""
-    return reentrant and torch.utils.checkpoint.CheckpointFunction.__module__ == UNSLOTH

@@ -285,7 +285,7 @@ class Replay(context.PlainFunction):
         with graph.pool.lock:
             y = graph.forward(x, call.tensors)
         if ctx.offloaded is not None:
-            ctx.offloaded.wait()
+            ctx.offloaded.release()
         return y
 
     @staticmethod

@@ -99,7 +99,8 @@ def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_pat
 
 
 def test_unsloths_layers_as_graphs(checkpoint, tmp_path):
-    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512, "--graphs")
+    """Inputs of 4 MiB, which Unsloth moves to host memory. In short sequences the backward of flash attention is deterministic."""
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 4, "--tokens", 128, "--graphs")
     off = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, patch=False)
     on = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, NF4_PATCH_GRAPHS="auto")
     assert on["losses"] == off["losses"]

@@ -242,7 +242,7 @@ def inputs(monkeypatch):
             found.append((weakref.ref(x), self))
 
         def load(self):
-            self.was_prefetched.append(self.prefetched is not None)
+            self.was_prefetched.append(self.on_gpu is not None)
             return super().load()
 
     unsloth_checkpoint.__module__ = UNSLOTH
@@ -263,7 +263,7 @@ def test_unsloths_checkpoint(base, inputs):
         # Graphs without CUDA keep the inputs of their captures. Autograd keeps the first layer's input, a leaf.
         alive = [x() for x, _ in inputs[3:] if x() is not None]
         assert all(x.is_leaf for x in alive)
-        assert all(offloaded.prefetched is None for _, offloaded in inputs)
+        assert all(offloaded.on_gpu is None for _, offloaded in inputs)
         return backward(loss)
 
     found = compared(lambda: model_of(True, lora_dropout=0.05), step_of, base=BASES[base])

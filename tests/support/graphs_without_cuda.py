@@ -131,24 +131,16 @@ class GraphedForward:
     is_in_place, reset, first_of = GraphedLayer.is_in_place, GraphedLayer.reset, GraphedLayer.first_of
 
 
-class OffloadedInput:
-    """As nf4_patch.graphs.input_offload.OffloadedInput, with a copy in place of the host's memory."""
-
-    def __init__(self, x: Tensor):
-        self.on_host, self.prefetched = x.clone(), None
-
-    def wait(self) -> None:
-        """Every copy is made at once."""
-
-    def prefetch(self) -> None:
-        self.prefetched = self.on_host.clone()
-
-    load = input_offload.OffloadedInput.load
+def prefetch(self: Any) -> None:
+    """As nf4_patch.graphs.input_offload.OffloadedInput.prefetch. There is one memory here, so the copy is another tensor."""
+    self.on_gpu = self.on_host.clone() if self.on_gpu is None else self.on_gpu
 
 
 def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(layers, "Pool", Pool)
     monkeypatch.setattr(layers, "GraphedLayer", GraphedLayer)
     monkeypatch.setattr(layers, "GraphedForward", GraphedForward)
-    monkeypatch.setattr(layers, "OffloadedInput", OffloadedInput)
+    monkeypatch.setattr(input_offload, "copying", contextlib.nullcontext)
+    monkeypatch.setattr(input_offload, "wait_for_copies", lambda device: None)
+    monkeypatch.setattr(input_offload.OffloadedInput, "prefetch", prefetch)
     monkeypatch.setattr(torch.cuda, "empty_cache", contextlib.nullcontext)

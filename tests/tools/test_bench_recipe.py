@@ -26,11 +26,11 @@ def test_each_side_adds_one_switch():
     assert [*options[-1]] == ["lora", "graphs", "cache"] and sides["peft"].options is None
     assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 4]
     assert [sides[name].optimizer for name in ("cache", "paged optimizer")] == ["adamw_torch_fused", "paged_adamw_8bit"]
+    assert {side.checkpointing for name, side in sides.items() if "offloading" in name} == {"unsloth"}
     mixture = recipe.mixture().sides
     assert [*mixture] == [
-        "16-bit experts",
-        *[name for name in sides if name not in ("peft", "unsloth, graphs", "unsloth, block graphs")],
-    ]
+        "16-bit experts", *[name for name in sides if name != "peft" and not name.startswith("unsloth, ")]
+    ]  # fmt: skip
     assert all(side.options is None or side.options["experts"] == "4bit" for side in mixture.values())
 
 
