@@ -90,11 +90,10 @@ def dense(layers: int) -> Recipe:
     sides = sides_of({"peft": Side(STOCK, None)})
     sides[f"{UNSLOTH}, graphs"] = Side(UNSLOTH, GRAPHS)
     sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
+    sides[f"{UNSLOTH}, offloading"] = Side(UNSLOTH, None, checkpointing="unsloth")
+    sides[f"{UNSLOTH}, offloading, graphs"] = Side(UNSLOTH, GRAPHS, checkpointing="unsloth")
     if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
         sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
-    else:
-        sides[f"{UNSLOTH}, offloading"] = Side(UNSLOTH, None, checkpointing="unsloth")
-        sides[f"{UNSLOTH}, offloading, graphs"] = Side(UNSLOTH, GRAPHS, checkpointing="unsloth")
     return Recipe("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 

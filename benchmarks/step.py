@@ -76,7 +76,8 @@ COMPARISONS = {  # by command-line option
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
         sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, {"": None, "fused": FUSED})
-        | sides_of(UNSLOTH, PATCHED)
+        | sides_of(UNSLOTH, PATCHED),
+        walls=4,  # it has many sides
     ),
     "moe": Comparison(
         sides_of(DENSE, {"": None})  # peft's LoRA on experts needs them in 16 bits, or the patch

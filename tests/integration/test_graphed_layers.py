@@ -28,6 +28,7 @@ import graphs_without_cuda
 import pytest
 import torch
 from alternation import crossed
+from interrupts import interrupted_at_every_line
 from torch import Tensor
 
 import nf4_patch
@@ -295,6 +296,28 @@ def test_a_second_backward_through_unsloths_checkpoint(inputs):
         return backward(loss)
 
     assert compared(lambda: model_of(True), step_of)["replays"] == len(inputs) > 0
+
+
+def test_interrupts_around_an_offloaded_input(inputs):
+    """The step after an interrupt has the gradients of an eager step."""
+
+    def gradients():
+        for parameter in trained(model):
+            parameter.grad = None
+        backward(loss_of(model, 4))
+        return [parameter.grad for parameter in trained(model)]
+
+    model = model_of(True)
+    optimizer_of(model, lr=0.0)
+    want, where, before = gradients(), [], graphs.replays
+    with nf4_patch.enabled(graphs="auto"):
+        [gradients() for _ in range(3)]
+        offloaded, replay = graphs_module.OffloadedInput.__mro__[1], graphs_module.Replay
+        functions = offloaded.__init__, offloaded.load, replay.forward, replay.backward
+        for line in interrupted_at_every_line(gradients, *functions):
+            where.append(line)
+            assert all(map(torch.equal, gradients(), want)), line
+    assert len(where) > 10 and graphs.replays - before > 3 * len(where)
 
 
 def test_unsloths_checkpoint_rounds_fp32(inputs):
