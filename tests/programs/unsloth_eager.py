@@ -153,3 +153,11 @@ for reentrant in (True, False):
     nf4_patch.disable()
     assert not cache.weights
 print("cached")
+# layers that run as CUDA graphs know Unsloth's checkpoint by its names
+from functools import partial
+from nf4_patch.graphs import layers
+from unsloth_zoo import gradient_checkpointing as theirs
+
+if newest:
+    assert layers.checkpoint_options(partial(theirs.unsloth_checkpoint, use_reentrant=False))["use_reentrant"]
+    assert theirs.UnslothCheckpointFunction.__module__ == layers.UNSLOTH
