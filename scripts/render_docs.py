@@ -40,6 +40,8 @@ WORDS = {  # side of the data -> row of a table
     "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
     "unsloth, graphs": 'Unsloth, `enable(graphs="auto")`',
+    "unsloth, offloading": 'Unsloth, `use_gradient_checkpointing="unsloth"`',
+    "unsloth, offloading, graphs": 'Unsloth, `use_gradient_checkpointing="unsloth"`, `enable(graphs="auto")`',
     "bitsandbytes and peft": "bitsandbytes and peft",
     "bitsandbytes and peft, static cache": "bitsandbytes and peft, static cache",
     "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',

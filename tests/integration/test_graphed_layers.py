@@ -317,7 +317,7 @@ def test_interrupts_around_an_offloaded_input(inputs):
         for line in interrupted_at_every_line(gradients, *functions):
             where.append(line)
             assert all(map(torch.equal, gradients(), want)), line
-    assert len(where) > 10 and graphs.replays - before > 3 * len(where)
+    assert len(where) > 8 and graphs.replays - before > 3 * len(where)
 
 
 def test_unsloths_checkpoint_rounds_fp32(inputs):
