@@ -210,6 +210,23 @@ def test_math_attention():
         assert compared(model_of)["replays"] == 3 * (STEPS - 2)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_long_sequences_with_deterministic_algorithms(reentrant):
+    """Otherwise the backward of flash attention adds up in any order, where a sequence has several blocks of keys.
+
+    PyTorch also fills new tensors with NaN in this mode, so nothing that a graph reads may be uninitialized.
+    """
+    length = 1024 if GPU else LENGTH
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = compared(
+            lambda: model_of(reentrant), lambda model, optimizer, step: backward(loss_of(model, step, length)), steps=16
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found["replays"] == 3 * (16 - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
+
+
 def test_attention_dropout():
     def make():
         config = config_of(SHAPE, torch.bfloat16)
