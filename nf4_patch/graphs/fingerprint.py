@@ -20,6 +20,8 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 # SKIPPED: attributes that are not compared.
 # TRL sets a new checkpoint function after each generation. Every call of a layer checks this function anyway.
 SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
+# HOLDERS: modules of which only the children are compared. A layer with peft has many of them.
+HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
 PLAIN = (bool, int, float, str)
@@ -94,8 +96,9 @@ class Fingerprint:
 
     def __init__(self, layer: nn.Module):
         self.layer = weakref.ref(layer)
-        everything = list(layer.modules())
-        self.modules = everything[1:]
+        modules = list(layer.modules())
+        self.modules = modules[1:]
+        everything = [module for module in modules if type(module) not in HOLDERS]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
         own = {name: value for name, value in vars(layer).items() if callable(value) and name not in SKIPPED}
         self.own = {name: weakref.ref(value) for name, value in own.items()}
@@ -110,7 +113,8 @@ class Fingerprint:
             (itemgetter(*each), vars(module)) for module, each in zip(everything, read, strict=True) if each
         ]
         self.values, self.sizes = self.found_values(), [*map(len, self.dictionaries)]
-        self.types, self.type = [*map(type, self.modules)], type(layer)
+        self.typed, self.type = everything[1:], type(layer)
+        self.types = [*map(type, self.typed)]
         attributes = chain.from_iterable(vars(module).items() for module in everything)
         within = list(nested(value for name, value in attributes if name not in STANDARD))
         self.containers = [value for value in within if isinstance(value, CONTAINERS)]
@@ -124,7 +128,7 @@ class Fingerprint:
         self.settings = self.found_settings()
         hooks = [each for module in compress(everything, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
-        children = [module._modules for module in everything]
+        children = [module._modules for module in modules]
         of_tensors: list[Any] = [d for module in everything for d in (module._parameters, module._buffers)]
         self.empty = [each for each in [*hooks, *children, *of_tensors, *self.code.registries] if not each]
         self.containers += [each for each in [*hooks, *children, *self.code.registries] if each]
@@ -138,7 +142,8 @@ class Fingerprint:
         holders = [*self.tensors, *everything]
         self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
         self.states = [*map(quant_state, self.packed)]
-        every = [*self.states, *[state.state2 for state in self.states if state.nested]]
+        distinct = {id(state): state for state in self.states}.values()  # the module and its weight may share one
+        every = [*distinct, *[state.state2 for state in distinct if state.nested]]
         self.dictionaries_of_states = [vars(state) for state in every]
         self.of_states = self.found_states()
         # Packed weights have no dtype or shape that could change, but their __torch_function__ makes each access slow.
@@ -180,7 +185,7 @@ class Fingerprint:
             return (
                 self.found_values() == self.values
                 and [*map(len, self.dictionaries)] == self.sizes
-                and [*map(type, self.modules)] == self.types
+                and [*map(type, self.typed)] == self.types
                 and type(layer) is self.type
                 and self.code.found_values() == self.code.values
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
