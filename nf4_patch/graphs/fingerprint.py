@@ -20,7 +20,7 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 # SKIPPED: attributes that are not compared.
 # TRL sets a new checkpoint function after each generation. Every call of a layer checks this function anyway.
 SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
-# HOLDERS: modules of which only the children are compared. A layer with peft has many of them.
+# HOLDERS: modules of which only the children are compared, unless they have tensors of their own. A layer with peft has many.
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
@@ -98,7 +98,7 @@ class Fingerprint:
         self.layer = weakref.ref(layer)
         modules = list(layer.modules())
         self.modules = modules[1:]
-        everything = [module for module in modules if type(module) not in HOLDERS]
+        everything = [m for m in modules if type(m) not in HOLDERS or m._parameters or m._buffers]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
         own = {name: value for name, value in vars(layer).items() if callable(value) and name not in SKIPPED}
         self.own = {name: weakref.ref(value) for name, value in own.items()}
