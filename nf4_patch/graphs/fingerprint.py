@@ -98,38 +98,36 @@ class Fingerprint:
         self.layer = weakref.ref(layer)
         modules = list(layer.modules())
         self.modules = modules[1:]
-        everything = [m for m in modules if type(m) not in HOLDERS or m._parameters or m._buffers]
+        compared = [m for m in modules if type(m) not in HOLDERS or m._parameters or m._buffers]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
         own = {name: value for name, value in vars(layer).items() if callable(value) and name not in SKIPPED}
         self.own = {name: weakref.ref(value) for name, value in own.items()}
-        names = [[name for name in vars(module) if name not in SKIPPED] for module in everything]
+        names = [[name for name in vars(module) if name not in SKIPPED] for module in compared]
         names[0] = [name for name in names[0] if name not in self.own]
-        self.dictionaries = [vars(module) for module in everything]
+        self.dictionaries = [vars(module) for module in compared]
         # Each getter reads ``training`` and the attributes in ``names`` of one module, all at once. Nothing can call
         # a module without a forward, such as a ModuleDict, so nothing reads its ``training`` or runs its hooks.
-        called = [type(module).forward is not nn.Module.forward for module in everything]
+        called = [type(module).forward is not nn.Module.forward for module in compared]
         read = [["training", *each] if calls else each for calls, each in zip(called, names, strict=True)]
-        self.getters = [
-            (itemgetter(*each), vars(module)) for module, each in zip(everything, read, strict=True) if each
-        ]
+        self.getters = [(itemgetter(*each), vars(module)) for module, each in zip(compared, read, strict=True) if each]
         self.values, self.sizes = self.found_values(), [*map(len, self.dictionaries)]
-        self.typed, self.type = everything[1:], type(layer)
-        self.types = [*map(type, self.typed)]
-        attributes = chain.from_iterable(vars(module).items() for module in everything)
+        self.compared, self.type = compared[1:], type(layer)
+        self.types = [*map(type, self.compared)]
+        attributes = chain.from_iterable(vars(module).items() for module in compared)
         within = list(nested(value for name, value in attributes if name not in STANDARD))
         self.containers = [value for value in within if isinstance(value, CONTAINERS)]
         self.configs = list(
-            {id(c): vars(c) for m in everything if hasattr(c := vars(m).get("config"), "__dict__")}.values()
+            {id(c): vars(c) for m in compared if hasattr(c := vars(m).get("config"), "__dict__")}.values()
         )
-        self.code = Code(everything, self.configs)
+        self.code = Code(compared, self.configs)
         used = self.code.names.union(IMPLEMENTATIONS)
         chosen = [([name for name in config if name in used], config) for config in self.configs]
         self.of_configs = [(itemgetter(*each), config) for each, config in chosen if each]
         self.settings = self.found_settings()
-        hooks = [each for module in compress(everything, called) for each in HOOKS(module)]
+        hooks = [each for module in compress(compared, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
         children = [module._modules for module in modules]
-        of_tensors: list[Any] = [d for module in everything for d in (module._parameters, module._buffers)]
+        of_tensors: list[Any] = [d for module in compared for d in (module._parameters, module._buffers)]
         self.empty = [each for each in [*hooks, *children, *of_tensors, *self.code.registries] if not each]
         self.containers += [each for each in [*hooks, *children, *self.code.registries] if each]
         self.copies = [copy.copy(container) for container in self.containers]
@@ -139,7 +137,7 @@ class Fingerprint:
         self.tensors: list[Any] = [*filter(lambda tensor: tensor is not None, self.slots), *others]
         # The QuantState of a linear layer is an attribute of the packed parameter.
         # The QuantState of packed experts is an attribute of a parametrization, which is a module.
-        holders = [*self.tensors, *everything]
+        holders = [*self.tensors, *compared]
         self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
         self.states = [*map(quant_state, self.packed)]
         distinct = {id(state): state for state in self.states}.values()  # the module and its weight may share one
@@ -185,7 +183,7 @@ class Fingerprint:
             return (
                 self.found_values() == self.values
                 and [*map(len, self.dictionaries)] == self.sizes
-                and [*map(type, self.typed)] == self.types
+                and [*map(type, self.compared)] == self.types
                 and type(layer) is self.type
                 and self.code.found_values() == self.code.values
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())

@@ -46,7 +46,7 @@ def host_memory(x: Tensor) -> Tensor:
     """Return an empty tensor in host memory for a copy of x."""
     try:
         return torch.empty_like(x, device="cpu", pin_memory=True)
-    except RuntimeError:  # the system limits pinned memory: other memory works too, but Python waits for each copy
+    except RuntimeError:  # If pinned memory is exhausted, other host memory works too, but Python waits for each copy.
         return torch.empty_like(x, device="cpu")
 
 
@@ -59,8 +59,8 @@ class OffloadedInput:
         with copying(self.device):
             self.on_host.copy_(x, non_blocking=True)
 
-    def release(self) -> None:
-        """Let later work wait for the copy to the host. After that, the memory of x may be reused."""
+    def wait(self) -> None:
+        """Let later work of the current stream wait for the copy to the host. Then the memory of x may be reused."""
         wait_for_copies(self.device)
 
     def prefetch(self) -> None:

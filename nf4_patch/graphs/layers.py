@@ -56,7 +56,8 @@ HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parame
 # older architectures
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
 # CHECKPOINTS: Python modules and names of the checkpoint functions that a replay can replace
-PYTORCHS, UNSLOTHS = CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), (UNSLOTH, "unsloth_checkpoint")
+UNSLOTHS = UNSLOTH, "unsloth_checkpoint"
+CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
@@ -285,7 +286,7 @@ class Replay(context.PlainFunction):
         with graph.pool.lock:
             y = graph.forward(x, call.tensors)
         if ctx.offloaded is not None:
-            ctx.offloaded.release()
+            ctx.offloaded.wait()
         return y
 
     @staticmethod
@@ -294,10 +295,10 @@ class Replay(context.PlainFunction):
             (x,) = ctx.saved_tensors
             return (None, *ctx.call.gradients(x, gradient))
         x = ctx.offloaded.load().requires_grad_()
-        before, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the Replay of the layer before
-        if type(before) is type(ctx) and before.offloaded is not None:
-            before.offloaded.prefetch()
-        with torch.no_grad():  # as Unsloth's checkpoint, this one is differentiable once
+        previous, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the previous layer's Replay
+        if type(previous) is type(ctx) and previous.offloaded is not None:
+            previous.offloaded.prefetch()
+        with torch.no_grad():  # Like Unsloth's checkpoint, this backward has no second derivatives.
             return (None, *ctx.call.gradients(x, gradient))
 
 

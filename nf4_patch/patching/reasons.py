@@ -101,8 +101,8 @@ class Reason(enum.Enum):
         'train with gradient_checkpointing=True, and generate with cache_implementation="static"',
     )
     GRAPH_CHECKPOINT = (
-        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or Unsloth's"
-        " rounds the layer's fp32 input to bf16"
+        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or is"
+        " Unsloth's, which would round the layer's fp32 input to bf16"
     )
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
     GRAPH_HOOKED = (

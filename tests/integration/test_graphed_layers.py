@@ -37,7 +37,7 @@ from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import pool as pool_module
 from nf4_patch.graphs.arguments import Slot
-from nf4_patch.graphs.input_offload import UNSLOTH
+from nf4_patch.graphs.input_offload import UNSLOTH, OffloadedInput
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
@@ -212,7 +212,7 @@ def test_math_attention():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_long_sequences_with_deterministic_algorithms(reentrant):
-    """Otherwise the backward of flash attention adds up in any order, where a sequence has several blocks of keys.
+    """The algorithms are deterministic, because flash attention otherwise adds up the gradients of long sequences in any order.
 
     PyTorch also fills new tensors with NaN in this mode, so nothing that a graph reads may be uninitialized.
     """
@@ -241,9 +241,10 @@ def test_attention_dropout():
 
 @pytest.fixture
 def inputs(monkeypatch):
-    """PyTorch's reentrant checkpoint in place of Unsloth's, under its names. Return weak references to all inputs that were offloaded.
+    """Put PyTorch's reentrant checkpoint in place of Unsloth's, under the names of Unsloth's.
 
-    Unsloth's own needs a GPU: programs/graphed_unsloth.py trains with it.
+    Return a list to which each offloaded input is added: a weak reference to the input, and its OffloadedInput. Unsloth's own
+    checkpoint needs a GPU, and programs/graphed_unsloth.py trains with it.
     """
     import transformers.modeling_utils
 
@@ -253,7 +254,7 @@ def inputs(monkeypatch):
     def unsloth_checkpoint(function, *arguments, use_reentrant=None, **options):
         return checkpoint(function, *arguments, use_reentrant=True, **options)
 
-    class Offloaded(graphs_module.OffloadedInput):  # type: ignore[misc]
+    class Offloaded(OffloadedInput):
         def __init__(self, x):
             super().__init__(x)
             self.was_prefetched: list[bool] = []
@@ -329,8 +330,8 @@ def test_interrupts_around_an_offloaded_input(inputs):
     want, where, before = gradients(), [], graphs.replays
     with nf4_patch.enabled(graphs="auto"):
         [gradients() for _ in range(3)]
-        offloaded, replay = graphs_module.OffloadedInput.__mro__[1], graphs_module.Replay
-        functions = offloaded.__init__, offloaded.load, replay.forward, replay.backward
+        replay = graphs_module.Replay
+        functions = OffloadedInput.__init__, OffloadedInput.load, replay.forward, replay.backward
         for line in interrupted_at_every_line(gradients, *functions):
             where.append(line)
             assert all(map(torch.equal, gradients(), want)), line
@@ -338,7 +339,7 @@ def test_interrupts_around_an_offloaded_input(inputs):
 
 
 def test_unsloths_checkpoint_rounds_fp32(inputs):
-    """Unsloth's moves an fp32 input to the host in bf16. So the layer is not replayed."""
+    """Unsloth's checkpoint moves an fp32 input to the host in bf16, so the layer runs eagerly."""
 
     def step_of(model, optimizer, step):
         ids = tokens(step)

@@ -131,8 +131,8 @@ def test_every_change_in_every_mode(mode, form, linear_op, fresh_dynamo):
     x = torch.randn(ROWS, SIDE, dtype=torch.bfloat16, device=linear_op)
     for name, change in CHANGES.items():
         if mode == "reduce-overhead" and "another parameter" in name and form != "computed":
-            # bitsandbytes saves a view of the parameter for the backward. PyTorch 2.11's own graphs do not see that such a view is
-            # another one, and may read the old parameter, without the patch too.
+            # bitsandbytes saves a view of the parameter. PyTorch 2.11's own graphs may not notice that this view is another
+            # one, and then read the old parameter in the backward. With slices, this was seen without the patch too.
             continue
         change(module)
         hits = cache.hits

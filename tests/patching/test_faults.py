@@ -31,7 +31,7 @@ MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
 def before_the_patch(packed, state):
-    """What bitsandbytes returns. The patch has not seen the weight afterwards."""
+    """Return what bitsandbytes returns. The patch is off meanwhile, so it remembers no launch for the weight."""
     nf4_patch.disable()
     want = expected(packed, state)
     nf4_patch.enable()

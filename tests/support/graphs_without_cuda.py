@@ -132,7 +132,7 @@ class GraphedForward:
 
 
 def prefetch(self: Any) -> None:
-    """As nf4_patch.graphs.input_offload.OffloadedInput.prefetch. There is one memory here, so the copy is another tensor."""
+    """Replace OffloadedInput.prefetch. Without a GPU, ``to`` would make no copy, so this function makes one."""
     self.on_gpu = self.on_host.clone() if self.on_gpu is None else self.on_gpu
 
 
