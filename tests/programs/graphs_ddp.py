@@ -1,11 +1,16 @@
 """DDP in two processes, eagerly and with graphs: the same losses and gradients, to the bit. torchrun --nproc-per-node 2
 
+graphs_ddp.py [unsloth]    # a model of Unsloth with its own checkpoint, instead of one of peft
 Over NCCL with two GPUs, and over gloo if both processes share one GPU.
 """
 
 import os
 import sys
 from pathlib import Path
+
+UNSLOTH = "unsloth" in sys.argv
+if UNSLOTH:
+    import unsloth  # before transformers, as Unsloth requires
 
 import torch
 import torch.distributed as dist
@@ -15,13 +20,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
+from benchmarks.step import unsloth_model
+from nf4_patch.graphs import layers
 
 dist.init_process_group("nccl" if torch.cuda.device_count() > 1 else "gloo")
 rank, device = dist.get_rank(), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(device)
+layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too, as with Unsloth's checkpoint
 
 
-def training(**options):
+def model_of():
+    if UNSLOTH:
+        return unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)), "unsloth")
     from peft import LoraConfig, get_peft_model
 
     model = build_4bit(config_of(Shape(256, 512, 3, 4, 2), torch.bfloat16), "cuda")
@@ -29,7 +39,11 @@ def training(**options):
     model.enable_input_require_grads()
     config = LoraConfig(r=8, target_modules=list(LINEARS), task_type="CAUSAL_LM", lora_dropout=0.05)
     torch.manual_seed(1)
-    model = get_peft_model(model, config).train()
+    return get_peft_model(model, config)
+
+
+def training(**options):
+    model = model_of().train()
     parallel = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -51,6 +65,8 @@ def training(**options):
     return torch.cat(numbers), replays
 
 
+if UNSLOTH:
+    training()  # compiles
 want, _ = training()
 got, replays = training(graphs="auto")
 assert want.abs().sum() > 1 and torch.equal(got, want)
