@@ -1446,10 +1446,13 @@ def test_unsloth(checkpoint):
 
 
 @pytest.mark.gpu
-def test_ddp():
+@pytest.mark.parametrize("kind", ["peft", pytest.param("unsloth", marks=pytest.mark.slow)])
+def test_ddp(kind, tmp_path):
+    pytest.importorskip(kind)
     program = Path(__file__).parents[1] / "programs" / "graphs_ddp.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(program), *([kind] if kind == "unsloth" else [])]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count(f"equal, {3 * (12 - 2)} replays") == 2
 

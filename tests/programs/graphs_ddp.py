@@ -10,6 +10,7 @@ from pathlib import Path
 
 UNSLOTH = "unsloth" in sys.argv
 if UNSLOTH:
+    os.environ["UNSLOTH_COMPILE_LOCATION"] = "unsloth_compiled_cache_" + os.environ["RANK"]
     import unsloth  # before transformers, as Unsloth requires
 
 import torch
@@ -23,8 +24,7 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.step import unsloth_model
 from nf4_patch.graphs import layers
 
-dist.init_process_group("nccl" if torch.cuda.device_count() > 1 else "gloo")
-rank, device = dist.get_rank(), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+rank, device = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(device)
 layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too, as with Unsloth's checkpoint
 
@@ -42,9 +42,8 @@ def model_of():
     return get_peft_model(model, config)
 
 
-def training(**options):
-    model = model_of().train()
-    parallel = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
+def training(model, **options):
+    parallel = DistributedDataParallel(model.train(), device_ids=[device], gradient_as_bucket_view=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     torch.manual_seed(rank)
@@ -65,10 +64,11 @@ def training(**options):
     return torch.cat(numbers), replays
 
 
-if UNSLOTH:
-    training()  # compiles
-want, _ = training()
-got, replays = training(graphs="auto")
+models = [model_of() for _ in range(3)]  # transformers saves a model, for Unsloth, in one process of a group only
+dist.init_process_group("nccl" if torch.cuda.device_count() > 1 else "gloo")
+training(models[0])  # compiles
+want, _ = training(models[1])
+got, replays = training(models[2], graphs="auto")
 assert want.abs().sum() > 1 and torch.equal(got, want)
 print(f"rank {rank}: equal, {replays} replays", flush=True)
 dist.destroy_process_group()
