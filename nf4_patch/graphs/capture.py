@@ -23,7 +23,17 @@ from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
 from .arguments import slots_for
 from .fingerprint import Fingerprint
-from .pool import Pool, Refusal, host_generators, quiet_garbage, repaired, requested, synchronizations, unowned
+from .pool import (
+    Pool,
+    Refusal,
+    host_generators,
+    own_casts,
+    quiet_garbage,
+    repaired,
+    requested,
+    synchronizations,
+    unowned,
+)
 
 # Unsloth replaces PyTorch's checkpoint, and keeps it under another name.
 checkpoint = getattr(torch.utils.checkpoint, "_old_checkpoint", torch.utils.checkpoint.checkpoint)
@@ -67,20 +77,21 @@ class Environment(NamedTuple):
 
     autocast: bool
     dtype: torch.dtype
+    caches: bool  # whether autocast casts a weight once, and keeps the cast until the end of the outermost context
     modes: tuple[Any, ...]  # the results of MODES
 
     @classmethod
     def current(cls) -> Environment:
         modes = tuple([mode() for mode in MODES])
-        return cls(torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE), modes)
+        dtype, caches = torch.get_autocast_dtype(DEVICE), torch.is_autocast_cache_enabled()
+        return cls(torch.is_autocast_enabled(DEVICE), dtype, caches, modes)
 
     def entered(self) -> torch.autocast:
         """Return an autocast context with the settings of this Environment.
 
-        The context does not use autocast's weight cache. Autocast frees the cached weights at the end of the context,
-        but a graph that was captured inside the context would still read them.
+        If a setting were another one, Dynamo would compile compiled parts of the layer again, or stop compiling them.
         """
-        return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
+        return torch.autocast(DEVICE, self.dtype, self.autocast, self.caches)
 
 
 class Task(NamedTuple):
@@ -355,7 +366,7 @@ class GraphedLayer:
         for last in (False, True):
             before = versions()
             offset = pool.generator.get_offset()
-            with pool.allocating(), synchronizations() as synchronized:
+            with pool.allocating(), own_casts(), synchronizations() as synchronized:
                 strange = self.run(task, x)
             if not synchronized or last:
                 break

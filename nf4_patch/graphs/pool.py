@@ -111,15 +111,16 @@ class Pool:
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Record the GPU work that the ``with`` block launches on the current stream as the CUDA graph ``graph``."""
-        graph.capture_begin(self.handle, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            # capture_end raises an error that only says that the capture is invalid. The original error says why.
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with own_casts():
+            graph.capture_begin(self.handle, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                # capture_end raises an error that only says that the capture is invalid. The original error says why.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
     def repair(self) -> None:
         """Repair PyTorch's state after a failed capture, and mark the pool as broken.
@@ -146,6 +147,19 @@ class Pool:
         finally:
             torch._C._cuda_endAllocateToPool(self.device, self.handle)
             torch._C._cuda_releasePool(self.device, self.handle)
+
+
+@contextlib.contextmanager
+def own_casts() -> Iterator[None]:
+    """Keep the weights that autocast casts inside the ``with`` block apart from those that it casts outside.
+
+    Autocast keeps a cast weight until the end of its outermost context. A graph would read this weight even later.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

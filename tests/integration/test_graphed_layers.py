@@ -188,6 +188,34 @@ def test_without_autocast_and_with_fp32_adapters():
     assert compared(make, step_of)["replays"]
 
 
+def test_an_fp32_adapter_that_is_used_twice():
+    """Autocast casts the adapter once, so its two gradients are added in bf16."""
+
+    def make():
+        model = model_of(
+            config=config_of(SHAPE._replace(num_key_value_heads=SHAPE.num_attention_heads), torch.bfloat16)
+        )
+        for layer in layers_of(model):
+            layer.self_attn.k_proj = layer.self_attn.q_proj
+        for parameter in trained(model):
+            parameter.data = parameter.data.float()
+        return model
+
+    assert compared(make)["replays"] == 3 * (STEPS - 2)
+
+
+def test_compiled_functions_are_not_compiled_again(monkeypatch):
+    """Unsloth compiles functions of a layer. Dynamo would compile them again if a setting of autocast were another one."""
+    from torch._dynamo.utils import counters as found
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", torch.compile(LlamaRMSNorm.forward, backend="eager"))
+    run(model_of(), one_step)
+    before = found["stats"]["unique_graphs"]
+    assert compared(model_of)["replays"] == 3 * (STEPS - 2)
+    assert before > 0 and found["stats"]["unique_graphs"] == before
+
+
 def test_inputs_without_a_gradient():
     assert compared(lambda: model_of(inputs=False))["replays"] == 3 * (STEPS - 2)
 
@@ -211,17 +239,42 @@ def test_math_attention():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
+def test_a_backward_inside_autocast(backend, fp32, reentrant):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def make():
+        model = model_of(reentrant)
+        for parameter in trained(model):
+            parameter.data = parameter.data.to(torch.float32 if fp32 else torch.bfloat16)
+        return model
+
+    def step_of(model, optimizer, step):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return backward(loss_of(model, step))
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        assert compared(make, step_of)["replays"] == 3 * (STEPS - 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_long_sequences_with_deterministic_algorithms(reentrant):
     """The algorithms are deterministic, because flash attention otherwise adds up the gradients of long sequences in any order.
 
     PyTorch also fills new tensors with NaN in this mode, so nothing that a graph reads may be uninitialized.
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     length = 1024 if GPU else LENGTH
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = compared(
-            lambda: model_of(reentrant), lambda model, optimizer, step: backward(loss_of(model, step, length)), steps=16
-        )
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's attention has no such algorithm
+            found = compared(
+                lambda: model_of(reentrant),
+                lambda model, optimizer, step: backward(loss_of(model, step, length)),
+                steps=16,
+            )
     finally:
         torch.use_deterministic_algorithms(False)
     assert found["replays"] == 3 * (16 - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
