@@ -64,6 +64,13 @@ class Side(NamedTuple):
     checkpointing: bool | str = True  # use_gradient_checkpointing of Unsloth's get_peft_model
 
 
+# Unsloth with its own checkpoint, which is its default. It moves the inputs of layers to host memory.
+OFFLOADING = {
+    f"{UNSLOTH}, offloading": Side(UNSLOTH, None, checkpointing="unsloth"),
+    f"{UNSLOTH}, offloading, graphs": Side(UNSLOTH, GRAPHS, checkpointing="unsloth"),
+}
+
+
 class Recipe(NamedTuple):
     model: str
     layers: int
@@ -90,8 +97,7 @@ def dense(layers: int) -> Recipe:
     sides = sides_of({"peft": Side(STOCK, None)})
     sides[f"{UNSLOTH}, graphs"] = Side(UNSLOTH, GRAPHS)
     sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
-    sides[f"{UNSLOTH}, offloading"] = Side(UNSLOTH, None, checkpointing="unsloth")
-    sides[f"{UNSLOTH}, offloading, graphs"] = Side(UNSLOTH, GRAPHS, checkpointing="unsloth")
+    sides |= OFFLOADING
     if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
         sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
     return Recipe("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
@@ -99,7 +105,7 @@ def dense(layers: int) -> Recipe:
 
 def mixture() -> Recipe:
     """Its first side has experts in 16 bits, because peft's LoRA on experts needs them, or the patch."""
-    sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED)
+    sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED) | OFFLOADING
     return Recipe("Qwen3-30B-A3B", 2, sides, ((1, 512), (1, 2048), (1, 4096)), qwen3)
 
 

@@ -228,10 +228,11 @@ class Call:
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any],
-        offloads: bool,
+        offloads: bool, fallbacks: Fallbacks,
     ):  # fmt: skip
         self.graph, self.environment, self.tensors, self.again = graph, environment, tensors, again
         self.offloads = offloads  # whether the layer's input waits for the backward in host memory
+        self.fallbacks = fallbacks
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
@@ -240,11 +241,14 @@ class Call:
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, pool = self.graph, self.graph.pool
-        may_replay = not torch.is_grad_enabled() and Environment.current().modes == self.environment.modes
+        now = Environment.current()
+        # The backward was captured without autocast.
+        may_replay = not (torch.is_grad_enabled() or now.autocast) and now.modes == self.environment.modes
         if may_replay and stream_of(pool.device) == pool.replay_stream:
             with pool.lock:
                 if graph.is_in_place():
                     return graph.backward(x, self.tensors, self.random_state, gradient)
+        self.fallbacks.count(Reason.GRAPH_BACKWARD)
         return self.recomputed(x, gradient)
 
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
@@ -518,7 +522,8 @@ def graphed(target: Target, original: Function) -> Function:
         if static_cache is not None:
             return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)
         # The call must not keep x alive, because x may be offloaded.
-        call = Call(graph, environment, tensors[1:], partial(again, self, args[1:], kwargs), offloads(reentrant))
+        repeat = partial(again, self, args[1:], kwargs)
+        call = Call(graph, environment, tensors[1:], repeat, offloads(reentrant), fallbacks)
         return replay, graph, call, x
 
     def task_of(

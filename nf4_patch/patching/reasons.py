@@ -112,6 +112,11 @@ class Reason(enum.Enum):
     GRAPH_SHARDED = "the decoder layer's parameters are sharded (FSDP, ZeRO-3)"
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
     GRAPH_STREAM = "the decoder layer was called on another CUDA stream than the one its graphs belong to"
+    GRAPH_BACKWARD = (
+        "the backward of the decoder layer runs inside autocast, under create_graph=True, on another CUDA stream, with other"
+        " settings than the forward, or after a change of the layer",
+        "call loss.backward() after the autocast block",
+    )
     GRAPH_SYNCHRONIZES = "an operation in the decoder layer waits for the GPU, which a CUDA graph cannot do"
     GRAPH_RANDOM = "the decoder layer draws random numbers on the host, which a CUDA graph would repeat"
     GRAPH_STATE = (

@@ -1,6 +1,6 @@
 """Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each.
 
-graphed_unsloth.py [unsloth]    # with PyTorch's checkpoint, or with Unsloth's own, its default
+graphed_unsloth.py [unsloth] [mixture]    # with PyTorch's checkpoint, or with Unsloth's own, its default
 """
 
 import sys
@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import unsloth  # before transformers, as Unsloth requires
 
 import torch
+from transformers import Qwen3MoeConfig
 
 import nf4_patch
 from benchmarks.models import Shape, config_of
@@ -18,7 +19,15 @@ from benchmarks.step import unsloth_model
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers
 
-model = unsloth_model(config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096)), *sys.argv[1:])
+if "mixture" in sys.argv:
+    config = Qwen3MoeConfig(
+        hidden_size=1024, moe_intermediate_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=128, num_experts=32, num_experts_per_tok=8, vocab_size=4096, max_position_embeddings=1024,
+        tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+else:
+    config = config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096))
+model = unsloth_model(config, "unsloth" if "unsloth" in sys.argv else True)
 tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
 layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too
 
