@@ -53,6 +53,7 @@ METHOD = (
     " Timed steps include the optimizer, at a learning rate of 0."
 )
 ROUNDS, LEARNING = 5, 10
+LAYERS = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"  # what graphs="auto" replaces
 FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 
 
@@ -157,7 +158,7 @@ class Running:
         return memory
 
     def measure(self, size: Size) -> dict[str, Any]:
-        step, walls = self.steps[size], []
+        step, walls, before = self.steps[size], [], nf4_patch.status().graphs.replays
         loss = step()
         for _ in range(3):
             synchronize()
@@ -167,7 +168,13 @@ class Running:
             synchronize()
             walls.append((time.perf_counter() - begin) / 3 * 1e3)
         found = kernels(step) if torch.cuda.is_available() else []
-        return {"walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item()}
+        status = nf4_patch.status()
+        is_eager = "graphs" in (self.side.options or {}) and status.graphs.replays == before
+        eager = {reason for target in status.targets if target.name == LAYERS for reason in target.fallbacks}
+        return {
+            "walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "loss": loss.item(),
+            "eager": ", ".join(sorted(eager)) if is_eager else "",
+        }  # fmt: skip
 
 
 def serve(pipe: Connection, make: Callable[[], Any]) -> None:
@@ -252,7 +259,10 @@ def measure(recipe: Recipe, rounds: int = ROUNDS, seconds: float = math.inf, tel
             process.process.kill()  # a process with Unsloth does not end by itself
     rows = []
     for index, size in enumerate(sizes):
-        failures += differ(sides, {name: results[name, size][-1]["loss"] for name in sides}, size)
+        last = {name: results[name, size][-1] for name in sides}
+        failures += differ(sides, {name: result["loss"] for name, result in last.items()}, size)
+        eager = {name: result["eager"] for name, result in last.items() if result["eager"]}
+        failures += [f"{name}, {size[0]}x{size[1]}: no layer ran as a CUDA graph: {why}" for name, why in eager.items()]
         rows += [row_of(recipe, name, size, results[name, size], *memory[name][index]) for name in sides]
     return Steps(machine() if torch.cuda.is_available() else None, rows, losses, failures, METHOD)
 

@@ -128,14 +128,18 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
     return origins + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
 
 
-def speedups(name: str, ours: str, other: str) -> list[Record]:
+def speedups(name: str, ours: str, other: str, *gpus: str) -> list[Record]:
     """Return how many times as fast one side of a data file is as another, by length and clock.
+
+    Without ``gpus``, the first of GPUS with such a file counts.
 
     Differences of GPU time below 2 % are called noise, because a file may have a single round. So are differences of
     wall-clock time below 60 %, because the median of a step that waits for Python differed by as much between two runs.
     """
-    found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
-    for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
+    found, theirs = [], {row["tokens"]: row for row in records(name, gpus or GPUS, side=other)}
+    for row, base in (
+        (row, theirs[row["tokens"]]) for row in records(name, gpus or GPUS, side=ours) if row["tokens"] in theirs
+    ):
         for clock, field, noise in ((WALL_TIME, "wall", WALL_NOISE), (GPU_TIME, "gpu", 0.02)):
             noise = max(noise, *(each["gpu_spread"] for each in (row, base))) if field == "gpu" else noise
             found.append(row | {"clock": clock, "speedup": times(base[f"{field}_ms"] / row[f"{field}_ms"], noise)})
@@ -184,6 +188,7 @@ def figure(text: str, **where: Any) -> str:
 
 LIGER, CACHE = "and `use_liger_kernel=True`", '`enable(cache="auto")`'
 STATIC = '`enable(matmul="auto", graphs="auto")` and `cache_implementation="static"`'
+OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
 GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is trained, what to type, compared with, records
     ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused")` {LIGER}', "peft, experts in 16 bits",
      partial(speedups, "recipe-moe", "fused", "16-bit experts")),
@@ -191,10 +196,11 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
      partial(speedups, "recipe-moe", "graphs", "unsloth")),
     ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      partial(speedups, "recipe-16", "graphs", "unsloth")),
-    ("Unsloth, a dense model", '`enable(graphs="auto")` and `use_gradient_checkpointing=True`', "no patch",
-     partial(speedups, "recipe-16", "unsloth, graphs", "unsloth")),
+    ("Unsloth, a dense model", '`enable(graphs="auto")`', "no patch",
+     partial(speedups, "recipe-16", *OFFLOADING, "H100")),
     ("GRPO rollouts in TRL, 8 / 32 sequences", STATIC, "Unsloth's `generate()`", partial(rollouts, "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
+    ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING, "H100")),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
@@ -291,8 +297,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-16") + records("recipe-moe") if row["side"] in GRAPHS],
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
     "unsloth-checkpoint": lambda: pivot(
-        [row | {"words": CHECKPOINTS[row["side"]]} for row in records("recipe", ("H100",)) if row["side"] in CHECKPOINTS],
-        {f"`use_gradient_checkpointing=`, {STEP}": "{words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
+        [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
+         for row in records(name, ("H100",)) if row["side"] in CHECKPOINTS],
+        {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
     "rollouts": lambda: pivot(

@@ -37,18 +37,19 @@ def test_each_side_adds_one_switch():
 
 @pytest.mark.full
 def test_each_side_has_a_process_with_its_optimizer():
-    """The processes are real. A side that cannot be switched on, and one whose process ends, are named."""
+    """The processes are real. Named are a side that cannot be switched on, one that runs no graph, and one whose process ends."""
     sides = {
         "patch": Side(STOCK, {}, "adamw_torch"), "fused optimizer": Side(STOCK, {}),
-        "broken": Side(STOCK, {"cache": "much"}),
+        "broken": Side(STOCK, {"cache": "much"}), "graphs": Side(STOCK, {"graphs": "auto"}),
     }  # fmt: skip
     report = recipe.measure(Recipe("tiny", 2, sides, [(1, 16), (1, 24)], TINY), rounds=2)
     assert [(row["side"], row["tokens"], row["layers"]) for row in report.rows] == [
-        ("patch", 16, 2), ("fused optimizer", 16, 2), ("patch", 24, 2), ("fused optimizer", 24, 2),
+        (side, tokens, 2) for tokens in (16, 24) for side in ("patch", "fused optimizer", "graphs")
     ]  # fmt: skip
     assert all(row["wall_ms"] > 0 and row["wall_spread"] >= 0 for row in report.rows)
-    (failure,) = report.failures
+    failure, *eager = report.failures
     assert failure.startswith("broken") and "ConfigError" in failure and report.exit_code == 1
+    assert eager == [f"graphs, 1x{tokens}: no layer ran as a CUDA graph: NOT_CUDA" for tokens in (16, 24)]
     ours, fused = report.losses["patch"], report.losses["fused optimizer"]
     assert len(ours) == recipe.LEARNING and ours[-1] < ours[0] - 0.1 and fused == pytest.approx(ours, rel=2**-7)
     ended = recipe.measure(Recipe("tiny", 2, {"patch": Side(STOCK, {})}, [(1, 16)], partial(os._exit, 1)), rounds=1)
