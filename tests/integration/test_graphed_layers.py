@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -202,6 +202,32 @@ def test_an_fp32_adapter_that_is_used_twice():
         return model
 
     assert compared(make)["replays"] == 3 * (STEPS - 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_forwards_inside_one_autocast_block(reentrant):
+    """Autocast's cache makes a non-reentrant checkpoint add up the two gradients of an fp32 adapter in bf16. Graphs add in fp32."""
+
+    def make():
+        model = model_of(reentrant)
+        for parameter in trained(model):
+            parameter.data = parameter.data.float()
+        return model
+
+    def steps_of(caches):
+        def step_of(model, optimizer, step):
+            # The layers run eagerly in the first step.
+            with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=caches or not step):
+                losses = [model(input_ids=ids, labels=ids).loss for ids in (tokens(2 * step), tokens(2 * step + 1))]
+            (losses[0] - 0.3 * losses[1]).backward()
+            return [loss.item() for loss in losses]
+
+        return step_of
+
+    graphed = run(make(), steps_of(True), graphs="auto")
+    assert graphed["replays"] == 2 * 3 * (STEPS - 1)
+    for caches in (False, True) if reentrant else (False,):
+        assert_same(run(make(), steps_of(caches)), graphed)
 
 
 def test_compiled_functions_are_not_compiled_again(monkeypatch):
@@ -1485,21 +1511,23 @@ def test_the_experts_state_is_another():
 
 # --- what people run ---
 
+# Importing Unsloth would change the libraries of the tests that run later in this process.
+NEEDS_UNSLOTH = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
 
+
+@NEEDS_UNSLOTH
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("unsloth",), ("unsloth", "mixture")], ids=" ".join)
 def test_unsloth(words):
-    pytest.importorskip("unsloth")
     program = Path(__file__).parents[1] / "programs" / "graphed_unsloth.py"
     result = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and result.stdout.endswith("equal\n"), result.stderr[-3000:]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["peft", pytest.param("unsloth", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["peft", pytest.param("unsloth", marks=[pytest.mark.slow, NEEDS_UNSLOTH])])
 def test_ddp(kind, tmp_path):
-    pytest.importorskip(kind)
     program = Path(__file__).parents[1] / "programs" / "graphs_ddp.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, str(program), *([kind] if kind == "unsloth" else [])]
