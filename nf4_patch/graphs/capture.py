@@ -56,7 +56,7 @@ def attention_backends() -> tuple[int, ...]:
 
 # MODES: functions that return a global setting of PyTorch. These settings change which kernels a layer runs.
 MODES: list[Callable[[], Any]] = [
-    precisions, attention_backends, torch.are_deterministic_algorithms_enabled, torch.get_default_dtype
+    precisions, attention_backends, torch.get_default_dtype
 ] + [
     getattr(torch._C, name)
     for name in (
@@ -64,6 +64,7 @@ MODES: list[Callable[[], Any]] = [
         "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
         "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cublas_allow_fp16_accumulation",
         "_get_blas_preferred_backend", "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+        "_get_cudnn_depthwise_kernel", "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only",
     )
     if hasattr(torch._C, name)
 ]  # fmt: skip

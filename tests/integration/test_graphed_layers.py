@@ -304,6 +304,20 @@ def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
     assert found["replays"] == 3 * (16 - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
+def test_deterministic_algorithms_that_only_warn(monkeypatch):
+    """With ``warn_only``, flash attention keeps its non-deterministic backward, so there is another graph."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by PyTorch
+
+    def step_of(model, optimizer, step):
+        torch.use_deterministic_algorithms(True, warn_only=step != 5)
+        return backward(loss_of(model, step))
+
+    try:
+        assert compared(model_of, step_of, steps=8)["replays"] == 3 * (8 - 2 - 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_attention_dropout():
     def make():
         config = config_of(SHAPE, torch.bfloat16)
