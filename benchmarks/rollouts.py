@@ -26,9 +26,9 @@ import torch
 
 import nf4_patch
 from benchmarks import run_alone
+from benchmarks.kinds import LIBRARIES, STOCK, UNSLOTH, model_of
 from benchmarks.models import config_of
-from benchmarks.recipe import Process
-from benchmarks.step import LIBRARIES, STOCK, UNSLOTH, model_of
+from benchmarks.sides import Process
 from benchmarks.timing import Machine, machine, synchronize
 from benchmarks.training import llama
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
@@ -46,7 +46,7 @@ METHOD = (
 
 
 class Side(NamedTuple):
-    kind: str  # kind of model, as in benchmarks.step
+    kind: str  # kind of model, as in benchmarks.kinds
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
     static: bool = False  # whether keys and values lie in a static cache
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the figures of docs/data again on this machine's GPU.
+"""Measure the figures of docs/data again on this machine's GPUs. Each GPU runs one benchmark at a time.
 
     python scripts/measure.py                  every file
     python scripts/measure.py step-cache bench only these files
@@ -9,10 +9,13 @@ Run scripts/render_docs.py afterwards. The exit code is 1 if a command failed.
 
 from __future__ import annotations
 
+import os
+import queue
 import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from render_docs import DATA, GPUS, sources
@@ -28,16 +31,24 @@ def main(wanted: list[str]) -> int:
     named = {file.removesuffix("-GPU.json"): command for file, command in sources().items() if "-GPU" in file}
     if unknown := set(wanted) - named.keys():
         sys.exit(f"unknown file: {', '.join(sorted(unknown))}. Known files are {', '.join(named)}")
-    failed = 0
-    for name, command in named.items():
-        if name not in (wanted or named):
-            continue
-        file, begin = DATA / f"{name}-{gpu}.json", time.monotonic()
-        words = shlex.split(command.replace("nf4-patch", "python -m nf4_patch"))
-        code = subprocess.run([sys.executable, *words[1:], "--json", str(file)], cwd=DATA.parents[1]).returncode
-        print(f"{file.name}: exit {code} after {time.monotonic() - begin:.0f} s", flush=True)
-        failed += code != 0
-    return int(failed > 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = visible if visible[0] else [str(index) for index in range(torch.cuda.device_count())]
+    free = queue.SimpleQueue[str]()
+    for device in devices:
+        free.put(device)
+
+    def code_of(name: str) -> int:
+        device, begin, file = free.get(), time.monotonic(), DATA / f"{name}-{gpu}.json"
+        command = shlex.split(named[name].replace("nf4-patch", "python -m nf4_patch"))
+        words = [sys.executable, *command[1:], "--json", str(file)]
+        code = subprocess.run(words, cwd=DATA.parents[1], env=os.environ | {"CUDA_VISIBLE_DEVICES": device}).returncode
+        print(f"{file.name}: exit {code} after {time.monotonic() - begin:.0f} s on GPU {device}", flush=True)
+        free.put(device)
+        return code
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        codes = list(pool.map(code_of, [name for name in named if name in (wanted or named)]))
+    return int(any(codes))
 
 
 if __name__ == "__main__":

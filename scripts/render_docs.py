@@ -35,9 +35,8 @@ RELEASES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft"
 WORDS = {  # side of the data -> row of a table
     "peft": "a plain TRL script", "16-bit experts": "a plain TRL script, experts in 16 bits", "patch": "the patch",
     "liger": "+ `use_liger_kernel=True`", "fused": '+ `lora="fused"`', "graphs": '+ `graphs="auto"`',
-    "cache": '+ `cache="auto"` with room for every weight', "fused optimizer": '+ `optim="adamw_torch_fused"`',
+    "cache": '+ `cache="auto"` with room for every weight',
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
-    "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
     "unsloth, graphs": 'Unsloth, `enable(graphs="auto")`',
     "unsloth, offloading": 'Unsloth, `use_gradient_checkpointing="unsloth"`',

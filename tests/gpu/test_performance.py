@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import challenge, dequantize, step
+from benchmarks import challenge, dequantize, sides, step
 from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS
 from nf4_patch.tools.report import silent
@@ -61,7 +61,7 @@ def test_with_the_matmul_that_reads_it(measured):
 
 
 def test_qlora_step_of_peft():
-    steps = step.measure("peft")
+    steps = sides.measure(step.COMPARISONS["peft"])
     assert not steps.failures  # the losses are equal to the bit
     rows = {(row["side"], row["tokens"]): row for row in steps.rows}
     for (side, tokens), row in rows.items():

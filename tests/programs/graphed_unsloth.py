@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig
 
 import nf4_patch
 from benchmarks.models import Shape, config_of
-from benchmarks.step import unsloth_model
+from benchmarks.kinds import unsloth_model
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers
 

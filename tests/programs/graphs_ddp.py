@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
-from benchmarks.step import unsloth_model
+from benchmarks.kinds import unsloth_model
 from nf4_patch.graphs import layers
 
 rank, device = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()

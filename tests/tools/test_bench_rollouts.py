@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import models, rollouts
-from benchmarks.step import STOCK
+from benchmarks.kinds import STOCK
 from nf4_patch.patching.config import VARIABLES
 
 pytest.importorskip("peft")
