@@ -107,6 +107,55 @@ def test_generation_with_a_static_cache(name):
     assert graphs.replays - before == replays * LAYERS * 9  # of eleven decode steps, two run eagerly
 
 
+def of_peft(**options: Any) -> Any:
+    return lambda peft: peft.LoraConfig(r=8, target_modules=list(LINEARS), task_type="CAUSAL_LM", **options)
+
+
+def of_method(name: str, **options: Any) -> Any:
+    return lambda peft: getattr(peft, f"{name}Config")(task_type="CAUSAL_LM", **options)
+
+
+ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
+# peft's other adapters: the method and its options
+METHODS = {
+    "AdaLoRA": of_method("AdaLora", target_modules=list(LINEARS), init_r=6, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=9),
+    "biases": of_peft(bias="lora_only", lora_bias=True), "DoRA": of_peft(use_dora=True, lora_dropout=0.1),
+    "IA3": of_method("IA3", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "norms": of_method("LNTuning", target_modules=["input_layernorm"]),
+    "modules that are saved": of_peft(modules_to_save=["input_layernorm", "lm_head"]),
+    "OFT": of_method("OFT", oft_block_size=8, **ATTENTION), "RandLoRA": of_method("RandLora", r=8, **ATTENTION),
+    "prompts": of_method("PromptTuning", num_virtual_tokens=8), "QALoRA": of_peft(use_qalora=True, qalora_group_size=16),
+    "ranks": of_peft(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}, use_rslora=True),
+    "tokens": of_peft(trainable_token_indices=[5, 6]), "VeRA": of_method("Vera", r=8, **ATTENTION),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("base", ["plain", "fused"])
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_peft(method, base):
+    peft = pytest.importorskip("peft")
+
+    def make() -> Any:
+        model = graphed.model_of().unload()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = peft.get_peft_model(model, METHODS[method](peft))
+        for parameter in trained(model):
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return model
+
+    def step_of(model: Any, optimizer: Any, step: int) -> list[float]:
+        losses = backward(loss_of(model, step))
+        if method == "AdaLoRA":  # masks and resizes its ranks
+            model.base_model.update_and_allocate(step)
+        return losses
+
+    found = compared(make, step_of, steps=9, base=graphed.BASES[base])
+    assert found["replays"] and found["reasons"] - {"GRAPH_NEW_SHAPE"} == (
+        {"GRAPH_CHANGED"} if method == "AdaLoRA" else set()
+    )
+
+
 MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
 
 
