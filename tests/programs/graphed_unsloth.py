@@ -14,8 +14,8 @@ import torch
 from transformers import Qwen3MoeConfig
 
 import nf4_patch
-from benchmarks.models import Shape, config_of
 from benchmarks.kinds import unsloth_model
+from benchmarks.models import Shape, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers
 

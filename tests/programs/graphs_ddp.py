@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import nf4_patch
-from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.kinds import unsloth_model
+from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from nf4_patch.graphs import layers
 
 rank, device = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
