@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Measure the figures of docs/data again on this machine's GPUs. Each GPU runs one benchmark at a time.
 
-    python scripts/measure.py                  every file
-    python scripts/measure.py step-cache bench only these files
+    python scripts/measure.py                                   every file
+    python scripts/measure.py step-cache bench                  only these files
+    python scripts/measure.py recipe step-trl -- --seconds 400  these files, and an argument for each command
 
 Run scripts/render_docs.py afterwards. The exit code is 1 if a command failed.
 """
@@ -12,16 +13,22 @@ from __future__ import annotations
 import os
 import queue
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import torch
 from render_docs import DATA, GPUS, sources
 
 
-def main(wanted: list[str]) -> int:
+def main(words: list[str]) -> int:
+    split = words.index("--") if "--" in words else len(words)
+    wanted, arguments = words[:split], words[split + 1 :]
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "machine without a GPU"
     gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
     if gpu is None:
@@ -37,17 +44,23 @@ def main(wanted: list[str]) -> int:
     for device in devices:
         free.put(device)
 
-    def code_of(name: str) -> int:
-        device, begin, file = free.get(), time.monotonic(), DATA / f"{name}-{gpu}.json"
+    def code_of(name: str, folder: str) -> int:
+        device, begin, file = free.get(), time.monotonic(), Path(folder, f"{name}-{gpu}.json")
         command = shlex.split(named[name].replace("nf4-patch", "python -m nf4_patch"))
-        words = [sys.executable, *command[1:], "--json", str(file)]
+        words = [sys.executable, *command[1:], *arguments, "--json", str(file)]
         code = subprocess.run(words, cwd=DATA.parents[1], env=os.environ | {"CUDA_VISIBLE_DEVICES": device}).returncode
         print(f"{file.name}: exit {code} after {time.monotonic() - begin:.0f} s on GPU {device}", flush=True)
         free.put(device)
         return code
 
-    with ThreadPoolExecutor(len(devices)) as pool:
-        codes = list(pool.map(code_of, [name for name in named if name in (wanted or named)]))
+    # A file in docs/data would change the checkout, and the other files would then name a changed checkout.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with ThreadPoolExecutor(len(devices)) as pool:
+                codes = list(pool.map(partial(code_of, folder=folder), wanted or named))
+        finally:
+            for file in Path(folder).iterdir():
+                shutil.move(file, DATA / file.name)
     return int(any(codes))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -259,3 +261,29 @@ def test_every_figure_of_a_gpu_says_what_it_measures():
     assert files and not [name for name in files if not any(map(name.startswith, release["MEASURES"]))]
     for path in {path for paths in release["MEASURES"].values() for path in paths}:
         assert (ROOT / "nf4_patch" / path).exists(), path
+
+
+def test_figures_are_measured_on_every_gpu(tmp_path, monkeypatch):
+    """At the same time, and the files get to docs/data only at the end: a changed checkout would be noted in the other files."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    measure = importlib.import_module("measure")
+    monkeypatch.setattr(measure, "DATA", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    together, ran = threading.Barrier(2), {}
+
+    def run(command, cwd, env):
+        together.wait(60)
+        assert not list(tmp_path.iterdir())
+        ran[command[2]] = env["CUDA_VISIBLE_DEVICES"], command[3:5]
+        Path(command[-1]).write_text("{}")
+        return types.SimpleNamespace(returncode=int(command[2] == "benchmarks.recipe"))
+
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    assert measure.main(["recipe", "bench", "--", "--seconds", "400"]) == 1
+    assert sorted(device for device, _ in ran.values()) == ["0", "1"]
+    assert {*ran} == {"benchmarks.recipe", "benchmarks.dequantize"}
+    assert all(words == ["--seconds", "400"] for _, words in ran.values())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bench-h200.json", "recipe-h200.json"]
