@@ -1,7 +1,8 @@
 """Measure a QLoRA step of several sides, which alternate. Each side has a process of its own.
 
 The options of a side stay on, so its layers are captured and its cache is filled once. The processes build, learn and warm up at
-the same time. Then they are measured one at a time.
+the same time. Then they are measured one at a time. All of them share the memory of the GPU. On a GPU with little memory, compare
+fewer sides, for example ``python -m benchmarks.step --peft``.
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ class Running:
         if torch.cuda.is_available():
             kernels(synchronize)  # starts the profiler
 
+    def free_memory(self) -> None:
+        """Return unused memory to the GPU, and reset PyTorch's peaks."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
     def new_optimizer(self, lr: float = 0.0) -> torch.optim.Optimizer:
         return optimizer_of(self.model, lr, self.side.optimizer)
 
@@ -96,13 +104,10 @@ class Running:
         """Return the peaks of allocated and reserved memory of each size, in GiB. Sizes must ascend."""
         memory: list[list[float]] = []
         for size in sizes:
-            gc.collect()
             self.steps[size] = self.step_of(size, self.optimizer)
             for _ in range(5 + 2 * len(memory)):  # compiles, fills the cache, captures; later shapes are captured later
                 self.steps[size]()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            self.free_memory()
             for _ in range(2):
                 self.steps[size]()
             peaks = [0, 0]
@@ -222,7 +227,9 @@ def measure(comparison: Comparison, rounds: int = ROUNDS, seconds: float = math.
         return {name: answer for name, answer in answers.items() if name in sides}
 
     try:
-        tell(f"{comparison.model}, {comparison.layers} layers: building, steps that learn")
+        tell(f"{comparison.model}, {comparison.layers} layers: building")
+        of_each([*sides], "free_memory", together=True)  # all are built before the first captures its layers
+        tell(f"steps that learn after {time.monotonic() - begin:.0f} s")
         losses = of_each([*sides], "learn", sizes[0], together=True)
         tell(f"warming up after {time.monotonic() - begin:.0f} s")
         memory = of_each([*sides], "warm_up", sizes, together=True)

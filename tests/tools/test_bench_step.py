@@ -48,7 +48,7 @@ def test_sides_without_graphs_and_sides_whose_process_ends():
     graphed = Comparison("tiny", 2, {"graphs": Side(STOCK, {"graphs": "auto"})}, [(1, 16)], TINY)
     assert sides.measure(graphed, rounds=1).failures == ["graphs, 1x16: no layer ran as a CUDA graph: NOT_CUDA"]
     ended = sides.measure(Comparison("tiny", 2, {"patch": Side(STOCK, {})}, [(1, 16)], partial(os._exit, 1)), rounds=1)
-    assert ended.rows == [] and ended.failures == ["patch, learn: the process ended"]
+    assert ended.rows == [] and ended.failures == ["patch, free_memory: the process ended"]
 
 
 def test_the_optimizer_is_the_one_of_the_side():
