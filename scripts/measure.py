@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure the figures of docs/data again on this machine's GPUs. Each GPU runs one benchmark at a time.
 
-    python scripts/measure.py                                   every file
+    python scripts/measure.py                                   every file of a GPU
     python scripts/measure.py step-cache bench                  only these files
     python scripts/measure.py recipe step-trl -- --seconds 400  these files, and an argument for each command
 

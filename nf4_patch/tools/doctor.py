@@ -181,21 +181,21 @@ def lines_to_type(
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
     graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
-    fastest = 'lora="fused", graphs="auto"' if graphs else 'lora="fused"'
+    faster = 'lora="fused", graphs="auto"' if graphs else 'lora="fused"'
     if has("peft", ">= 0.17"):
-        lines["peft, TRL, fastest"] = line(fastest)
+        lines["peft, TRL, faster"] = line(faster)
         if graphs:
-            lines["with it in SFTConfig"] = SETTINGS
+            lines["also in SFTConfig"] = SETTINGS
     if has("unsloth", ""):
         cached = (
             line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"
         )
         lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
         if graphs and has("unsloth", ">= 2026.10"):
-            lines["Unsloth, fastest"] = line('graphs="auto"')
+            lines["Unsloth, faster"] = line('graphs="auto"')
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
-        line(f'experts="4bit", {fastest}') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
+        line(f'experts="4bit", {faster}') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
     )
     return lines
 

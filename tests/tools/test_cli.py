@@ -183,8 +183,8 @@ CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4b
 )
 def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
     lines = doctor.lines_to_type(LINES | changes, unsloth_keeps, [(9, 0)])
-    assert lines.pop("peft, TRL, fastest") == GRAPHED and lines.pop("with it in SFTConfig") == IN_TRL
-    assert lines.pop("Unsloth, fastest") == 'nf4_patch.enable(graphs="auto")'
+    assert lines.pop("peft, TRL, faster") == GRAPHED and lines.pop("also in SFTConfig") == IN_TRL
+    assert lines.pop("Unsloth, faster") == 'nf4_patch.enable(graphs="auto")'
     assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth, "mixtures of experts": experts}
     report = dataclasses.replace(WORKS, lines=lines)
     assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
@@ -205,8 +205,8 @@ def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
 def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
     """With the libraries that ``lora="fused"`` and ``graphs="auto"`` need."""
     typed = doctor.lines_to_type(LINES | changes, False, capabilities)
-    assert typed.get("peft, TRL, fastest") == line and ("with it in SFTConfig" in typed) == (line == GRAPHED)
-    assert ("Unsloth, fastest" in typed) == (line not in (FUSED, None) or "peft" in changes)
+    assert typed.get("peft, TRL, faster") == line and ("also in SFTConfig" in typed) == (line == GRAPHED)
+    assert ("Unsloth, faster" in typed) == (line not in (FUSED, None) or "peft" in changes)
     mixtures = line and line.replace("enable(", 'enable(experts="4bit", ')
     assert typed["mixtures of experts"] == mixtures or "transformers" in changes or "peft" in changes
 
