@@ -95,9 +95,12 @@ class Slot:
         if self.source() is tensor and self.version == tensor._version:
             return
         source = tensor.as_strided(self.base.shape, self.base.stride()) if self.expanded else tensor
-        self.source = lambda: None  # an interrupt after the copy must not leave the old source in place
+        self.forget()  # an interrupt after the copy must not leave the old source in place
         self.base.copy_(source)
         self.source, self.version = weakref.ref(tensor), tensor._version
+
+    def forget(self) -> None:
+        self.source = lambda: None
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:

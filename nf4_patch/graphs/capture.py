@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.attention
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -35,6 +36,7 @@ from .pool import (
     unowned,
 )
 
+ALIGNMENT = 16  # bytes
 # Unsloth replaces PyTorch's checkpoint, and keeps it under another name.
 checkpoint = getattr(torch.utils.checkpoint, "_old_checkpoint", torch.utils.checkpoint.checkpoint)
 
@@ -54,9 +56,15 @@ def attention_backends() -> tuple[int, ...]:
     return tuple(getter()) if getter else ()
 
 
+def flash_attention() -> Any:
+    """Return the name of the library whose flash attention replaces PyTorch's own, or None. Older PyTorch has no such setting."""
+    getter = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return getter() if getter else None
+
+
 # MODES: functions that return a global setting of PyTorch. These settings change which kernels a layer runs.
 MODES: list[Callable[[], Any]] = [
-    precisions, attention_backends, torch.get_default_dtype
+    precisions, attention_backends, flash_attention, torch.get_default_dtype
 ] + [
     getattr(torch._C, name)
     for name in (
@@ -65,6 +73,7 @@ MODES: list[Callable[[], Any]] = [
         "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cublas_allow_fp16_accumulation",
         "_get_blas_preferred_backend", "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
         "_get_cudnn_depthwise_kernel", "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only",
+        "_get_fa3_sdp_enabled", "_get_sm_carveout_experimental",
     )
     if hasattr(torch._C, name)
 ]  # fmt: skip
@@ -150,9 +159,23 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
     """Return a new leaf tensor that shares the parameter's memory and version counter.
 
     The leaf is an ``nn.Parameter``, because Dynamo would compile the layer again for a plain tensor. The leaf is made
-    with ``detach()``, because a leaf made with ``.data`` would have a separate version counter.
+    with ``detach()``, because a leaf made with ``.data`` would have a separate version counter. The leaf has the parameter's
+    Python attributes, which the layer may read.
     """
-    return nn.Parameter(parameter.detach())
+    alias = nn.Parameter(parameter.detach())
+    vars(alias).update(vars(parameter))
+    return alias
+
+
+def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Insert a tensor after each tensor, so that all of them begin at multiples of 16 bytes in a flat tensor.
+
+    On a GPU, ``torch._foreach_norm`` adds in another order if a gradient is not aligned.
+    """
+    padded: list[Tensor] = []
+    for tensor in tensors:
+        padded += [tensor, tensor.new_zeros(-tensor.numel() % (ALIGNMENT // tensor.element_size()))]
+    return padded
 
 
 def leaves(result: Tensor) -> Iterator[Any]:
@@ -185,7 +208,7 @@ class GraphedLayer:
             Refusal: the layer cannot be captured.
             torch.cuda.OutOfMemoryError: the GPU has no memory for the graphs.
         """
-        self.pool, self.fingerprint = pool, task.fingerprint
+        self.pool, self.fingerprint, self.is_reentrant = pool, task.fingerprint, task.is_reentrant
         self.slots = slots_for(task.tensors, pool.slots)
         self.trained = trained_places(task.layer)
         self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
@@ -224,7 +247,8 @@ class GraphedLayer:
         self.x, self.gradient, self.y = unowned(x), unowned(gradient), unowned(y.detach())
         self.dx = None if dx is None else unowned(dx)
         self.flat = [unowned(part) for part in flat]
-        self.shapes = [[torch.empty_like(p, device="meta") for p in same] for same in self.by_dtype(self.parameters)]
+        shapes = [[torch.empty_like(p, device="meta") for p in same] for same in self.by_dtype(self.parameters)]
+        self.shapes = [aligned(same) for same in shapes]
         self.alive = True
 
     def warmed_up(self, pool: Pool, task: Task) -> Tensor:
@@ -329,7 +353,8 @@ class GraphedLayer:
             self.parameters = [parameter for *_, parameter in self.places]
             self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in self.parameters))
         gradients = [each for each in found if each is not None]
-        return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]
+        flat = [[each.reshape(-1) for each in aligned(same)] for same in self.by_dtype(gradients)]
+        return dx, [torch.cat(same) for same in flat]
 
     def run(self, task: Task, x: Tensor) -> list[Tensor]:
         """Run the layer's forward and backward once.
@@ -437,7 +462,7 @@ class GraphedLayer:
         # Autograd is bypassed. It would mark the gradients as views, and ``detach_()`` raises an error for a view.
         with torch._C._AutoDispatchBelowAutograd():
             for dtype, flat, shapes in zip(self.dtypes, self.flat, self.shapes, strict=True):
-                parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes))
+                parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes)[::2])  # without the padding
                 found = [next(parts) if p.dtype is dtype else g for p, g in zip(self.parameters, found, strict=True)]
         return [None if self.dx is None else self.dx.clone(), *found]
 

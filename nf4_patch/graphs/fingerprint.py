@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..nf4.runtime import runs_on
 from ..patching.context import plain_methods
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
@@ -24,9 +25,11 @@ SKIPPED = STANDARD | {"_gradient_checkpointing_func"}
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
-PLAIN = (bool, int, float, str)
+CALLED = "forward", "__call__", "_call_impl", "__getattr__"  # methods of every module that run in a call
+PLAIN = (bool, int, float, str, type(None))
 of_state = itemgetter("absmax", "code", "dtype", "blocksize", "quant_type", "offset", "state2")
-quant_state, forward_of = attrgetter("quant_state"), attrgetter("forward")
+quant_state, code_of = attrgetter("quant_state"), attrgetter("__code__")
+version_of = attrgetter("_version")
 of_tensor, strides = attrgetter("requires_grad", "dtype", "shape"), methodcaller("stride")
 
 
@@ -35,12 +38,57 @@ def addresses_of(tensors: list[Any]) -> list[int]:
         return [tensor.data_ptr() for tensor in tensors]
 
 
+def plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(plain, value)))
+
+
+def may_change(value: Any) -> bool:
+    """Return whether a function may read this value from its class or Python module, so that the value is compared."""
+    return plain(value) or isinstance(value, property) or (callable(value) and not isinstance(value, type))
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function reads, and the functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def unwrapped(functions: Iterable[Any]) -> Iterator[FunctionType]:
+    """Yield the functions, without static and class methods around them, and the functions that their decorators wrapped."""
+    for function in functions:
+        function = getattr(function, "__func__", function)
+        while isinstance(function, FunctionType):
+            yield function
+            function = getattr(function, "__wrapped__", None)
+
+
 def nested(values: Any) -> Iterator[Any]:
     """Yield the values, and the items of all lists, tuples, sets and dicts among them."""
     for value in values:
         yield value
         if isinstance(value, (*CONTAINERS, tuple)):
             yield from nested(value.values() if isinstance(value, dict) else value)
+
+
+def own_names(kind: type) -> set[str]:
+    """Return the names that a class and its base classes below ``nn.Module`` define."""
+    return {name for each in kind.__mro__ if each not in (nn.Module, object) for name in vars(each)}
+
+
+def weak(value: Any) -> Callable[[], Any]:
+    """Return a weak reference to the value, or a strong one if Python has none for values of its class."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def aliases_of(config: Any) -> dict[str, str]:
+    """Return other names of the attributes of a config of transformers."""
+    names: dict[str, str] = getattr(type(config), "attribute_map", {})
+    return names
 
 
 class Code:
@@ -52,13 +100,12 @@ class Code:
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
-        classes = list(dict.fromkeys(kind for module in modules for kind in type(module).__mro__))
+        types = list({type(module) for module in modules})
+        classes = list(dict.fromkeys(kind for each in types for kind in each.__mro__))
         classes = [kind for kind in classes if kind.__module__ not in ("builtins", "abc", "torch.nn.modules.module")]
         spaces: list[Any] = [vars(sys.modules[kind.__module__]) for kind in classes if kind.__module__ in sys.modules]
-        functions = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind)]
-        for function in functions:
-            functions += [f for f in [getattr(function, "__wrapped__", None)] if f]  # what a decorator wrapped
-            spaces.append(getattr(function, "__globals__", {}))
+        forwards = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind)]
+        spaces += [function.__globals__ for function in unwrapped(forwards)]
         generic: Any = sys.modules.get("transformers.utils.generic")
         interface = getattr(generic, "GeneralInterface", ())
         registries = {id(v): v for space in spaces for v in [*space.values()] if isinstance(v, interface)}.values()
@@ -66,25 +113,38 @@ class Code:
         used = [registry[name] for registry in registries for name in implementations if name in registry]
         spaces += [getattr(function, "__globals__", {}) for function in used]
         self.registries = [mapping for each in registries for mapping in (each._local_mapping, each._global_mapping)]
-        every = [*map(vars, classes), *{id(space): space for space in spaces}.values()]
-        functions += [value for space in every for value in [*space.values()] if isinstance(value, FunctionType)]
+        spaces = [*{id(space): space for space in spaces}.values()]
+        within = [value for space in [*map(vars, classes), *spaces] for value in [*space.values()]]
         # ``names``: the names that these functions read
-        codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-        self.names = {"forward", "__call__"}.union(*[code.co_names for code in codes if code.co_name != "__init__"])
-        every.append(vars(nn.functional))
-        read = [[name for name, value in [*space.items()] if self.is_read(name, value)] for space in every]
-        self.types = list({type(module) for module in modules})
-        self.getters = [(itemgetter(*names), space) for names, space in zip(read, every, strict=True) if names]
-        self.values = self.found_values()
-
-    def is_read(self, name: str, value: Any) -> bool:
-        if name not in self.names:
-            return False
-        return isinstance(value, (*PLAIN, property)) or (callable(value) and not isinstance(value, type))
+        codes = [function.__code__ for function in unwrapped(within)]
+        self.names = {*CALLED}.union(*[names_in(code) for code in codes if code.co_name != "__init__"])
+        # A method may be added to a class that inherited it, so the names are looked up in the types, not in their base classes.
+        # Of the methods that every module has, only CALLED may be added.
+        inherited = {name for name in vars(nn.Module) if name not in CALLED}
+        of_types = [
+            {name: getattr(kind, name) for name in self.names & {*dir(kind)} if hasattr(kind, name)} for kind in types
+        ]
+        every: list[Any] = [
+            (attrgetter, kind, {name: value for name, value in found.items() if name not in inherited or name in own})
+            for kind, found, own in zip(types, of_types, map(own_names, types), strict=True)
+        ]
+        spaces.append(vars(nn.Module))
+        every += [(itemgetter, space, {**space}) for space in (*spaces, vars(nn.functional))]
+        self.getters, read = list[tuple[Any, Any]](), list[Any]()
+        for getter, holder, found in every:
+            chosen = {name: value for name, value in found.items() if name in self.names and may_change(value)}
+            if chosen:
+                self.getters.append((getter(*chosen), holder))
+                read += chosen.values()
+        self.values, self.functions = self.found_values(), [*dict.fromkeys(unwrapped(read))]
+        self.codes = [*map(code_of, self.functions)]
 
     def found_values(self) -> list[Any]:
-        # A class that inherits its forward may get one of its own, so ``forward`` is looked up in the types too.
-        return [*map(forward_of, self.types), *[get(space) for get, space in self.getters]]
+        return [get(holder) for get, holder in self.getters]
+
+    def holds(self) -> bool:
+        # IPython's autoreload replaces the code in the functions themselves.
+        return self.found_values() == self.values and all(map(is_, map(code_of, self.functions), self.codes))
 
 
 class Fingerprint:
@@ -101,7 +161,7 @@ class Fingerprint:
         compared = [m for m in modules if type(m) not in HOLDERS or m._parameters or m._buffers]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
         own = {name: value for name, value in vars(layer).items() if callable(value) and name not in SKIPPED}
-        self.own = {name: weakref.ref(value) for name, value in own.items()}
+        self.own = {name: weak(value) for name, value in own.items()}
         names = [[name for name in vars(module) if name not in SKIPPED] for module in compared]
         names[0] = [name for name in names[0] if name not in self.own]
         self.dictionaries = [vars(module) for module in compared]
@@ -116,13 +176,14 @@ class Fingerprint:
         attributes = chain.from_iterable(vars(module).items() for module in compared)
         within = list(nested(value for name, value in attributes if name not in STANDARD))
         self.containers = [value for value in within if isinstance(value, CONTAINERS)]
-        self.configs = list(
-            {id(c): vars(c) for m in compared if hasattr(c := vars(m).get("config"), "__dict__")}.values()
-        )
+        configs = list({id(c): c for m in compared if hasattr(c := vars(m).get("config"), "__dict__")}.values())
+        self.configs = [*map(vars, configs)]
         self.code = Code(compared, self.configs)
         used = self.code.names.union(IMPLEMENTATIONS)
+        used |= {names[name] for names in map(aliases_of, configs) for name in used & names.keys()}
         chosen = [([name for name in config if name in used], config) for config in self.configs]
         self.of_configs = [(itemgetter(*each), config) for each, config in chosen if each]
+        self.containers += [v for each, c in chosen for v in nested(map(c.get, each)) if isinstance(v, CONTAINERS)]
         self.settings = self.found_settings()
         hooks = [each for module in compress(compared, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
@@ -151,6 +212,8 @@ class Fingerprint:
         # A kernel gets a number on the host as an argument, which a graph cannot read again.
         self.numbers = [tensor for tensor in self.tensors if tensor.numel() == 1 and tensor.is_cpu]
         self.found_numbers = [tensor.item() for tensor in self.numbers]
+        self.on_host = [tensor for tensor in self.tensors if tensor.is_cpu and not runs_on(tensor)]
+        self.versions = [*map(version_of, self.on_host)]
         self.scales = list({id(value): value for value in self.of_states if isinstance(value, Tensor)}.values())
         self.addresses_of_scales = addresses_of(self.scales)
 
@@ -185,7 +248,7 @@ class Fingerprint:
                 and [*map(len, self.dictionaries)] == self.sizes
                 and [*map(type, self.compared)] == self.types
                 and type(layer) is self.type
-                and self.code.found_values() == self.code.values
+                and self.code.holds()
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
                 and self.containers == self.copies
                 and self.found_settings() == self.settings
@@ -196,6 +259,7 @@ class Fingerprint:
                 and self.found_layouts() == self.layouts
                 and addresses_of(self.scales) == self.addresses_of_scales
                 and [tensor.item() for tensor in self.numbers] == self.found_numbers
+                and [*map(version_of, self.on_host)] == self.versions
             )
         except Exception:  # == raises if an attribute now holds a different tensor. A deleted attribute raises too.
             return False

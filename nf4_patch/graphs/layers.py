@@ -244,9 +244,11 @@ class Call:
         now = Environment.current()
         # The backward was captured without autocast.
         may_replay = not (torch.is_grad_enabled() or now.autocast) and now.modes == self.environment.modes
-        if may_replay and stream_of(pool.device) == pool.replay_stream:
+        if may_replay and stream_of(pool.device) == pool.replay_stream and not is_intercepted(gradient):
             with pool.lock:
-                if graph.is_in_place():
+                # A reentrant checkpoint recomputes the layer as it is now, any other one only the tensors of the forward.
+                unchanged = not graph.is_reentrant or graph.fingerprint.holds()
+                if unchanged and graph.is_in_place():
                     return graph.backward(x, self.tensors, self.random_state, gradient)
         self.fallbacks.count(Reason.GRAPH_BACKWARD)
         return self.recomputed(x, gradient)
@@ -295,15 +297,37 @@ class Replay(context.PlainFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        previous, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the previous layer's Replay
+        is_first = type(previous) is not type(ctx)
         if ctx.offloaded is None:
             (x,) = ctx.saved_tensors
-            return (None, *ctx.call.gradients(x, gradient))
-        x = ctx.offloaded.load().requires_grad_()
-        previous, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the previous layer's Replay
-        if type(previous) is type(ctx) and previous.offloaded is not None:
-            previous.offloaded.prefetch()
-        with torch.no_grad():  # Like Unsloth's checkpoint, this backward has no second derivatives.
-            return (None, *ctx.call.gradients(x, gradient))
+            found = call.gradients(x, gradient)
+        else:
+            x = ctx.offloaded.load().requires_grad_()
+            if not is_first and previous.offloaded is not None:
+                previous.offloaded.prefetch()
+            with torch.no_grad():  # Like Unsloth's checkpoint, this backward has no second derivatives.
+                found = call.gradients(x, gradient)
+        if (
+            is_first
+        ):  # The step ends here. The next step may write masks without PyTorch's knowledge, for example by a broadcast.
+            for slot in call.graph.slots:
+                slot.forget()
+        return (None, *found)
+
+
+def is_intercepted(gradient: Tensor) -> bool:
+    """Return whether a mode or a transform sees every operation of a backward, for example under ``is_grads_batched``."""
+    if context.modes_active() or context.function_mode_active() or context.is_batched(gradient):
+        return True
+    return context.transforms_active() is not None
+
+
+def is_checkpointed() -> bool:
+    """Return whether the forward runs inside a non-reentrant checkpoint."""
+    hooks = context.saved_tensors_hooks(False)
+    return type(hooks) is tuple and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def stream_of(device: int) -> int:
@@ -341,11 +365,13 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
     """
     function = function if type(function) is partial else partial(function)
     name = getattr(function.func, "__module__", ""), getattr(function.func, "__name__", "")
+    # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
+    module = getattr(function.func, "__globals__", {}).get("__name__")
     options = {"use_reentrant": None, "preserve_rng_state": True, **function.keywords}
     # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
     options["use_reentrant"] = options["use_reentrant"] is not False or name == UNSLOTHS
     plain = len(options) == 2 and options["preserve_rng_state"] and not function.args
-    return options if name in CHECKPOINTS and plain else {}
+    return options if name in CHECKPOINTS and module in ("torch._compile", name[0]) and plain else {}
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -397,7 +423,7 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         return Reason.GRAPH_HOOKED
     if (
         context.backward_in_progress() != -1 or torch.is_anomaly_enabled() or runtime.is_capturing()
-        or switch.gates["offload"].on
+        or is_checkpointed() or switch.gates["offload"].on
     ):  # fmt: skip
         return Reason.GRAPH_MODE
     return None

@@ -27,6 +27,7 @@ plain_methods = torch._C.DisableTorchFunctionSubclass
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
+batched: Any = torch._C._parse_dispatch_key("Batched")  # the dispatch key of tensors under torch.autograd's own vmap
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # the classes of tensors that override no operator
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of classes that do not define it
 own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
@@ -53,6 +54,11 @@ def function_mode_active() -> bool:
     nf4_patch's custom op. Dynamo can trace this function.
     """
     return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a batch of tensors, in a backward with ``is_grads_batched``."""
+    return bool(torch._C._dispatch_keys(tensor).has(batched))
 
 
 class PlainFunction(torch.autograd.Function):

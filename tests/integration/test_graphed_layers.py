@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib.util
 import itertools
@@ -37,6 +38,7 @@ from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import pool as pool_module
 from nf4_patch.graphs.arguments import Slot
+from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.input_offload import UNSLOTH, OffloadedInput
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
@@ -342,6 +344,7 @@ def inputs(monkeypatch):
     module, found = torch.utils.checkpoint, []
     checkpoint = module.checkpoint
 
+    @torch._disable_dynamo  # as the real one
     def unsloth_checkpoint(function, *arguments, use_reentrant=None, **options):
         return checkpoint(function, *arguments, use_reentrant=True, **options)
 
@@ -741,7 +744,43 @@ class Method(Replacement):
         delattr(self.holder(), self.name)
 
 
+def rewritten(q, k, cos, sin, unsqueeze_dim=1):
+    return 1.25 * q, k
+
+
+class Code(Replacement):
+    """Replaces the code in a function itself, as IPython's autoreload does."""
+
+    def change(self, model):
+        function = getattr(self.holder(), self.name)
+        self.before, function.__code__ = function.__code__, self.function.__code__
+
+    def undo(self, model):
+        getattr(self.holder(), self.name).__code__ = self.before
+
+
+def doubled_call(self, *args, **kwargs):
+    return 2 * torch.nn.Module.__call__(self, *args, **kwargs)
+
+
+class Added(Replacement):
+    """Adds a method to a class that inherits it."""
+
+    def change(self, model):
+        setattr(self.holder(), self.name, self.function)
+
+    def undo(self, model):
+        delattr(self.holder(), self.name)
+
+
 INHERITING = type("Inheriting", (torch.nn.SiLU,), {})
+ROPE_CODE = Code(modeling, "apply_rotary_pos_emb", rewritten)
+CALL = Added(lambda: modeling().LlamaMLP, "__call__", doubled_call)
+CAST = Added(
+    lambda: importlib.import_module("peft.tuners.lora.bnb").Linear4bit,
+    "_cast_input_dtype",
+    lambda self, x, dtype: 2 * x.to(dtype),
+)
 INHERITED = Method(lambda: INHERITING, "forward")
 NORM = Replacement(lambda: modeling().LlamaRMSNorm, "forward")
 ROPE = Replacement(modeling, "apply_rotary_pos_emb", turned)
@@ -775,6 +814,9 @@ CHANGES = {
     "method that was inherited": {0: inheriting, 4: INHERITED.change, 7: INHERITED.undo},
     "method of an adapter": {4: LORA.change, 7: LORA.undo},
     "rotary embeddings": {4: ROPE.change, 7: ROPE.undo},
+    "code of a function": {4: ROPE_CODE.change, 7: ROPE_CODE.undo},
+    "call of a module": {4: CALL.change, 7: CALL.undo},
+    "inherited method of an adapter": {4: CAST.change, 7: CAST.undo},
     "attention of PyTorch": {4: SDPA.change, 7: SDPA.undo},
     "attention registered": {4: attention_registered, 7: attention_unregistered},
     "item of a list": of_factors(lambda act: act.lists["default"].__setitem__(0, 2.0)),
@@ -848,6 +890,155 @@ def test_changes_between_forward_and_backward():
 
     for dropout in (0.0, 0.1):
         assert compared(lambda d=dropout: model_of(lora_dropout=d), step_of, steps=10)["replays"]
+
+
+def scaled_twice(model):
+    scaling(model)
+    return lambda: [m.scaling.update(default=m.scaling["default"] / 2) for m in model.modules() if is_scaled(m)]
+
+
+def is_scaled(module):
+    return isinstance(getattr(module, "scaling", None), dict)
+
+
+def activation_for_a_while(model):
+    mlp = layers_of(model)[0].mlp
+    before, mlp.act_fn = mlp.act_fn, torch.nn.GELU()
+    return lambda: setattr(mlp, "act_fn", before)
+
+
+def evaluated_for_a_while(model):
+    model.eval()
+    return model.train
+
+
+def hooked_for_a_while(model):
+    return layers_of(model)[0].mlp.register_forward_hook(scaled).remove
+
+
+def turned_for_a_while(model):
+    ROPE.change(model)
+    return lambda: ROPE.undo(model)
+
+
+CHANGES_FOR_A_WHILE = [
+    scaled_twice, activation_for_a_while, evaluated_for_a_while, hooked_for_a_while, turned_for_a_while
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
+def test_changes_that_the_recompute_sees(change):
+    """A reentrant checkpoint recomputes with the changed layer, and so do layers with graphs."""
+
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        undo = change(model) if step in (3, 5) else lambda: None
+        try:
+            return backward(loss)
+        finally:
+            undo()
+
+    found = compared(lambda: model_of(True, lora_dropout=0.1), step_of, steps=8)
+    assert found["replays"] == 3 * (8 - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
+
+
+# Without a GPU, a replay calls the function that is there at the time.
+@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE if GPU else CHANGES_FOR_A_WHILE[:-1])
+def test_changes_that_the_recompute_does_not_see(change):
+    """With a non-reentrant checkpoint, the gradients are those of the forward: as if the change came after the backward."""
+
+    def step_of(early):
+        def step_of(model, optimizer, step):
+            loss = loss_of(model, step)
+            undo = change(model) if early and step in (3, 5) else lambda: None
+            try:
+                return backward(loss)
+            finally:
+                undo()
+
+        return step_of
+
+    eager = run(model_of(lora_dropout=0.1), step_of(False), 8)
+    torch.manual_seed(0)
+    graphed = run(model_of(lora_dropout=0.1), step_of(True), 8, graphs="auto")
+    assert_same(eager, graphed)
+    assert graphed["replays"] == 3 * (8 - 2) and graphed["reasons"] == {"GRAPH_NEW_SHAPE"}
+
+
+def test_modes_and_transforms_around_the_backward():
+    """They see every operation of the recompute."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **kwargs or {})
+
+    def with_a_mode(model, optimizer, step):
+        loss = loss_of(model, step)
+        with Counting():
+            return backward(loss)
+
+    def of_a_batch(model, optimizer, step):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            losses = model(input_ids=tokens(step)).logits.float().logsumexp(-1).mean(1)
+        directions = torch.eye(2, device=DEVICE)
+        found = torch.autograd.grad(losses, trained(model)[:3], directions, is_grads_batched=True)
+        return [g.float().norm().item() for g in found]
+
+    for step_of in (with_a_mode, of_a_batch):
+        found = compared(model_of, step_of)
+        assert found["replays"] == 3 * (STEPS - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_layers_inside_another_checkpoint(inner):
+    def step_of(model, optimizer, step):
+        def loss_from(x):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return model(inputs_embeds=x, labels=tokens(step)).loss
+
+        x = model.get_input_embeddings()(tokens(step)).detach().requires_grad_()
+        return backward(torch.utils.checkpoint.checkpoint(loss_from, x, use_reentrant=False))
+
+    found = compared(lambda: model_of(inner, lora_dropout=0.1), step_of)
+    assert not found["replays"] and found["reasons"] == {"GRAPH_MODE"}
+
+
+def test_attributes_of_parameters():
+    """An eager recompute reads an alias of each parameter, which has the attributes of the parameter."""
+
+    class Scaled(torch.nn.SiLU):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(SHAPE.intermediate_size, dtype=torch.bfloat16, device=DEVICE))
+            self.weight.factor = 1.5
+
+        def forward(self, x):
+            return super().forward(x) * self.weight * getattr(self.weight, "factor", 1.0)
+
+    def make():
+        model = model_of()
+        layers_of(model)[0].mlp.act_fn = Scaled()
+        return model
+
+    def step_of(model, optimizer, step):
+        loss = loss_of(model, step)
+        if step == 4:
+            nf4_patch.release()
+        return backward(loss)
+
+    assert compared(make, step_of)["replays"]
+
+
+def test_gradients_are_aligned():
+    """As those of an eager backward: norms of several gradients are added up in another order if one is not."""
+    parts = [torch.full((size,), float(size)) for size in (3, 6, 8, 1)]
+    flat = torch.cat(aligned(parts))
+    found = torch._C._nn.unflatten_dense_tensors(flat, aligned([torch.empty_like(p, device="meta") for p in parts]))[
+        ::2
+    ]
+    assert all(map(torch.equal, found, parts))
+    assert all((each.data_ptr() - flat.data_ptr()) % 16 == 0 for each in found)
 
 
 def test_second_derivatives():
@@ -1469,6 +1660,16 @@ def test_reasons():
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(),) * 2}
         )
+        loss_of(model, 0)
+        assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == 3
+        counters.reset()
+
+        @functools.wraps(torch.utils.checkpoint.checkpoint)
+        def wrapper(*args, **kwargs):
+            return torch.utils.checkpoint.checkpoint(*args, **kwargs)
+
+        function = partial(wrapper, use_reentrant=False)
+        model.base_model.model._set_gradient_checkpointing(True, function)
         loss_of(model, 0)
         assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == 3
 

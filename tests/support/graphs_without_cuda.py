@@ -70,6 +70,7 @@ class GraphedLayer:
 
     def __init__(self, pool: Any, task: Any):
         self.pool, self.task, self.fingerprint, self.alive = pool, task, task.fingerprint, True
+        self.slots, self.is_reentrant = list[Any](), task.is_reentrant
         self.is_random, self.others, self.parameters = True, None, [p for *_, p in trained_places(task.layer)]
         self.frozen = Frozen(task.layer, task.fingerprint)
         self.aliases = [parameter for *_, parameter in trained_places(self.frozen.copy)]
