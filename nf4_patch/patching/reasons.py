@@ -113,8 +113,8 @@ class Reason(enum.Enum):
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
     GRAPH_STREAM = "the decoder layer was called on another CUDA stream than the one its graphs belong to"
     GRAPH_BACKWARD = (
-        "the backward of the decoder layer runs inside autocast, under create_graph=True, on another CUDA stream, or with other"
-        " settings than the forward, or the layer or its graphs changed after the forward",
+        "the backward of the decoder layer runs inside autocast, under create_graph=True, on another CUDA stream, in a mode or"
+        " transform, or with other settings than the forward, or the layer or its graphs changed after the forward",
         "call loss.backward() after the autocast block",
     )
     GRAPH_SYNCHRONIZES = "an operation in the decoder layer waits for the GPU, which a CUDA graph cannot do"

@@ -678,6 +678,27 @@ def factors(model):
     layers_of(model)[0].mlp.act_fn = Factors()
 
 
+class Configured(torch.nn.SiLU):
+    """An activation that reads a dict in its config, and an attribute by another name."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import GPT2Config
+
+        self.config = GPT2Config(n_embd=1, factors={"default": 1.0})
+
+    def forward(self, x):
+        return super().forward(x) * self.config.factors["default"] * self.config.hidden_size
+
+
+def configured(model):
+    layers_of(model)[0].mlp.act_fn = Configured()
+
+
+def of_config(change: Callable[[Any], Any]) -> dict[int, Callable[[Any], Any]]:
+    return {0: configured, 4: lambda m: change(layers_of(m)[0].mlp.act_fn.config)}
+
+
 def of_factors(change: Callable[[Any], Any]) -> dict[int, Callable[[Any], Any]]:
     return {0: factors, 4: lambda m: change(layers_of(m)[0].mlp.act_fn)}
 
@@ -824,6 +845,8 @@ CHANGES = {
     "moved tensor in a dict": of_factors(lambda act: setattr(act.tensors["default"], "data", act.tensor * 2)),
     "written attribute": of_factors(lambda act: act.tensor.mul_(2)),
     "number on the host": of_factors(lambda act: act.number.fill_(2)),
+    "dict of a config": of_config(lambda config: config.factors.update(default=2.0)),
+    "other name in a config": of_config(lambda config: setattr(config, "hidden_size", 2)),
     "loaded by assignment": {4: loaded_by_assignment},
     "swapped tensors": {4: norms_swapped},
     "parametrized": {4: parametrized},
