@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import time
 
 import pytest
 import torch
@@ -28,6 +30,14 @@ import nf4_patch  # noqa: E402
 from nf4_patch.cache.store import cache  # noqa: E402
 from nf4_patch.nf4.weight import forget  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
+
+
+UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))  # in seconds since 1970, set by .ci/run
+
+
+def pytest_runtest_setup(item):
+    if time.time() > UNTIL:
+        pytest.skip("the time for all tests is over")
 
 
 def pytest_collection_modifyitems(config, items):

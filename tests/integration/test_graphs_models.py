@@ -16,7 +16,7 @@ import pytest
 import test_graphed_layers as graphed
 import torch
 import transformers
-from alternation import crossed
+from alternation import alternating, crossed
 from run_example import GLOO, run
 from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
 
@@ -131,8 +131,7 @@ METHODS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("base", ["plain", "fused"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("base", "method"), alternating(("plain", "fused"), METHODS))
 def test_methods_of_peft(method, base):
     peft = pytest.importorskip("peft")
 

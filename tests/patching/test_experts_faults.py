@@ -203,7 +203,6 @@ def test_double_backward(patched):
 # --- compiled autograd ---
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("around", "backend"), [("the step", "aot_eager"), ("the backward", "eager")])
 def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, backend, patched):
@@ -231,7 +230,6 @@ def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, back
 
 
 @pytest.mark.full
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_autograd_around_the_backward_of_the_kernels(patched, monkeypatch):
     """LoRA on both stacks: the gradients of the kernels' own backward, up to rounding in bf16."""
