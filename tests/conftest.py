@@ -31,7 +31,6 @@ from nf4_patch.cache.store import cache  # noqa: E402
 from nf4_patch.nf4.weight import forget  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
 
-
 UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))  # in seconds since 1970, set by .ci/run
 
 
