@@ -325,8 +325,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "in host memory, GB": "{experts_gb:.1f}"}),
     "wait": lambda: " ms instead of ".join(
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
-    "wall-noise": lambda: f"{100 * WALL_NOISE:.0f} %",
-    "gpu-noise": lambda: f"{100 * GPU_NOISE:.0f} %",
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
     "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),

@@ -100,6 +100,7 @@ class Slot:
         self.source, self.version = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
+        """Copy the next tensor in any case."""
         self.source = lambda: None
 
 

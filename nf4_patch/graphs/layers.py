@@ -309,9 +309,8 @@ class Replay(context.PlainFunction):
                 previous.offloaded.prefetch()
             with torch.no_grad():  # Like Unsloth's checkpoint, this backward has no second derivatives.
                 found = call.gradients(x, gradient)
-        if (
-            is_first
-        ):  # The step ends here. The next step may write masks without PyTorch's knowledge, for example by a broadcast.
+        # The step ends here. Before the next one, masks may be written without PyTorch's knowledge, for example by a broadcast.
+        if is_first:
             for slot in call.graph.slots:
                 slot.forget()
         return (None, *found)
