@@ -524,6 +524,19 @@ def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, steps=9)["replays"]
 
 
+def test_a_mask_written_without_its_version():
+    """As by ``dist.broadcast``. Between two steps, the address and the version of the mask stay the same."""
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
+
+    def step_of(model, optimizer, step):
+        version = mask._version
+        mask.data[..., 4:, 3] = step % 2 == 0
+        assert mask._version == version
+        return backward(loss_of(model, step, attention_mask=mask))
+
+    assert compared(model_of, step_of)["replays"] == 3 * (STEPS - 2)
+
+
 # --- changes of the model in the middle of a training ---
 
 
@@ -870,12 +883,22 @@ def default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def fewer_multiprocessors():
+    torch._C._set_sm_carveout_experimental(16)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+
+
 # What is around one step.
 AROUND = {
     "hooked for a step": lambda m: layers_of(m)[0].register_forward_pre_hook(lambda _, x: (x[0] * 1.5, *x[1:])),
     "disabled adapter": lambda m: m.disable_adapter(),
     "order of backends": lambda m: torch.nn.attention.sdpa_kernel(BACKENDS, set_priority=True),
     "default dtype": lambda m: default_dtype(),
+    "fewer multiprocessors": lambda m: fewer_multiprocessors(),
     "precision": lambda m: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
 }
 
@@ -883,6 +906,7 @@ AROUND = {
 # Changes that a graph reads, or for which there is a graph of its own.
 NOT_REFUSED = {
     "written weight", "released", "attention changed", "precision", "order of backends", "default dtype", "written attribute",
+    "fewer multiprocessors",
 }  # fmt: skip
 
 
