@@ -150,9 +150,9 @@ def test_methods_of_peft(method, base):
         return losses
 
     found = compared(make, step_of, steps=9, base=graphed.BASES[base])
-    assert found["replays"] and found["reasons"] - {"GRAPH_NEW_SHAPE"} == (
-        {"GRAPH_CHANGED"} if method == "AdaLoRA" else set()
-    )
+    # AdaLoRA trains parameters of one element. On the CPU, a kernel gets their numbers as arguments.
+    changed = {"GRAPH_CHANGED"} if method == "AdaLoRA" and not graphed.GPU else set()
+    assert found["replays"] and found["reasons"] - {"GRAPH_NEW_SHAPE"} == changed
 
 
 MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
