@@ -1,7 +1,7 @@
 """python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), with random weights in the shapes of real models.
 
 It measures the GPU time of a step with checkpointing and LoRA on the attention. One side uses this package's kernels around the
-products, another uses PyTorch instead. ``python -m benchmarks.step --moe`` measures LoRA on the experts.
+products, another uses PyTorch instead. ``python -m benchmarks.recipe --mixture`` measures LoRA on the experts.
 """
 
 from __future__ import annotations

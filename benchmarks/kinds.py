@@ -16,9 +16,9 @@ from benchmarks.training import RANK, peft_model, trained
 from nf4_patch.tools.patch import patch
 
 STOCK = "peft"
-FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
+FP32, LIGER, DENSE, UNSLOTH = "fp32", "liger", "16-bit experts", "unsloth"
 COMPILED = "compiled layers"
-LIBRARIES = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}  # that a kind of model needs
+LIBRARIES = {UNSLOTH: "unsloth", LIGER: "liger_kernel"}  # that a kind of model needs
 
 
 def unsloth_model(config: Any, checkpointing: Any = True) -> Any:
@@ -54,10 +54,10 @@ def model_of(kind: str, config: Any) -> Any:
     if kind == COMPILED:
         for layer in model.get_base_model().model.layers:
             layer.compile(dynamic=False)  # one graph per length
-    if kind in (LIGER, LAYERS_ONLY):  # as in transformers' Trainer; Liger does not support 4-bit experts
+    if kind == LIGER:  # as in transformers' Trainer; Liger does not support 4-bit experts
         from transformers.integrations.liger import apply_liger_kernel
 
-        apply_liger_kernel(model, {"swiglu": not mixture, "fused_linear_cross_entropy": kind == LIGER})
+        apply_liger_kernel(model, {"swiglu": not mixture, "fused_linear_cross_entropy": True})
     return model
 
 

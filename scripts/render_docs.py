@@ -300,7 +300,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
          for row in records(name, ("H100",)) if row["side"] in CHECKPOINTS],
         {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
-    **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-moe-trl", "step-compiled")},
+    **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
     "rollouts": lambda: pivot(
         [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="generate")],
