@@ -275,13 +275,13 @@ def row_of(
 
 def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) -> Iterator[str]:
     """Yield wrong losses. The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16."""
-    first: dict[tuple[str, bool], str] = {}
+    first: dict[tuple[Any, ...], str] = {}
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
-        options = sides[name].options or {}
+        side, options = sides[name], sides[name].options or {}
         if "experts" not in options:  # not for a mixture, because cached expert weights are multiplied by other kernels
-            other = first.setdefault((sides[name].kind, "lora" in options), name)
-            if loss != losses[other] and sides[name].options is not None:
+            other = first.setdefault((side.kind, side.checkpointing, "lora" in options), name)
+            if loss != losses[other] and side.options is not None:
                 yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"
