@@ -61,13 +61,13 @@ def load(name: str) -> Any:
     return json.loads((DATA / name).read_text())
 
 
-def records(name: str, gpus: tuple[str, ...] = GPUS, **where: Any) -> list[Record]:
-    """Return the records of NAME-GPU.json that have the values of ``where``. The first of ``gpus`` with such a file counts.
+def records(name: str, **where: Any) -> list[Record]:
+    """Return the records of NAME-GPU.json that have the values of ``where``. The first of GPUS with such a file counts.
 
     The field ``origin`` is a line with the GPU, the data file and the releases.
     """
-    files = {gpu: f"{name}-{gpu.lower()}.json" for gpu in gpus}
-    gpu = next((gpu for gpu, file in files.items() if (DATA / file).exists()), gpus[0])
+    files = {gpu: f"{name}-{gpu.lower()}.json" for gpu in GPUS}
+    gpu = next((gpu for gpu, file in files.items() if (DATA / file).exists()), GPUS[0])
     file, data = files[gpu], load(files[gpu])
     rows, machine = data.get("rows", []), data["machine"]
     for section, timed in data.get("sections", {}).items():
@@ -128,18 +128,14 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
     return origins + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
 
 
-def speedups(name: str, ours: str, other: str, *gpus: str) -> list[Record]:
+def speedups(name: str, ours: str, other: str) -> list[Record]:
     """Return how many times as fast one side of a data file is as another, by length and clock.
-
-    Without ``gpus``, the first of GPUS with such a file counts.
 
     A file may have a single round, so GPU_NOISE applies. WALL_NOISE is large, because the median of a step that waits for Python
     differed by as much between two runs.
     """
-    found, theirs = [], {row["tokens"]: row for row in records(name, gpus or GPUS, side=other)}
-    for row, base in (
-        (row, theirs[row["tokens"]]) for row in records(name, gpus or GPUS, side=ours) if row["tokens"] in theirs
-    ):
+    found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
+    for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
         for clock, field, noise in ((WALL_TIME, "wall", WALL_NOISE), (GPU_TIME, "gpu", GPU_NOISE)):
             noise = max(noise, *(each["gpu_spread"] for each in (row, base))) if field == "gpu" else noise
             found.append(row | {"clock": clock, "speedup": times(base[f"{field}_ms"] / row[f"{field}_ms"], noise)})
@@ -190,17 +186,17 @@ LIGER, CACHE = "and `use_liger_kernel=True`", '`enable(cache="auto")`'
 STATIC = '`enable(matmul="auto", graphs="auto")` and `cache_implementation="static"`'
 OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
 GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is trained, what to type, compared with, records
-    ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused")` {LIGER}', "peft, experts in 16 bits",
-     partial(speedups, "recipe-moe", "fused", "16-bit experts")),
-    ("the same mixture, graphs", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "Unsloth",
+    ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "peft, experts in 16 bits",
+     partial(speedups, "recipe-moe", "graphs", "16-bit experts")),
+    ("the same mixture", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      partial(speedups, "recipe-moe", "graphs", "unsloth")),
-    ("a dense model, TRL, graphs", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
+    ("a dense model, TRL", f'`enable(lora="fused", graphs="auto")` {LIGER}', "Unsloth",
      partial(speedups, "recipe-16", "graphs", "unsloth")),
     ("Unsloth, a dense model", '`enable(graphs="auto")`', "no patch",
-     partial(speedups, "recipe-16", *OFFLOADING, "H100")),
+     partial(speedups, "recipe-16", *OFFLOADING)),
     ("GRPO rollouts in TRL, 8 / 32 sequences", STATIC, "Unsloth's `generate()`", partial(rollouts, "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
-    ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING, "H100")),
+    ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING)),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
@@ -298,7 +294,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
     "unsloth-checkpoint": lambda: pivot(
         [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
-         for row in records(name, ("H100",)) if row["side"] in CHECKPOINTS],
+         for row in records(name) if row["side"] in CHECKPOINTS],
         {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},

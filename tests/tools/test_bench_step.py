@@ -116,7 +116,8 @@ PATCH = Side(STOCK, {})
         ({"a": Side(STOCK, None), "b": Side(FP32, None)}, (6.0, 6.01), 0),
         ({"a": Side(STOCK, FUSED), "b": Side(STOCK, FUSED | CACHE)}, (6.0, 6.0001), 1),
         ({"a": Side(STOCK, PACKED), "b": Side(STOCK, PACKED | CACHE)}, (6.0, 6.0001), 0),
-        ({"a": Side(STOCK, None), "b": Side(STOCK, {}, checkpointing="unsloth")}, (6.0, 6.0001), 0),  # compiled apart
+        ({"a": Side(kinds.COMPILED, None), "b": Side(kinds.COMPILED, {})}, (6.0, 6.0001), 0),
+        ({"a": Side(kinds.UNSLOTH, None), "b": Side(kinds.UNSLOTH, {})}, (6.0, 6.1), 1),
         ({"a": Side(STOCK, None), "b": PATCH}, (6.0, float("nan")), 2),
     ],
 )
