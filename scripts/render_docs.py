@@ -39,8 +39,8 @@ WORDS = {  # side of the data -> row of a table
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
     "unsloth, graphs": 'Unsloth, `enable(graphs="auto")`',
-    "unsloth, offloading": 'Unsloth, `use_gradient_checkpointing="unsloth"`',
-    "unsloth, offloading, graphs": 'Unsloth, `use_gradient_checkpointing="unsloth"`, `enable(graphs="auto")`',
+    "unsloth, offloading": "Unsloth, its own checkpoint",
+    "unsloth, offloading, graphs": 'Unsloth, its own checkpoint, `enable(graphs="auto")`',
     "bitsandbytes and peft": "bitsandbytes and peft",
     "bitsandbytes and peft, static cache": "bitsandbytes and peft, static cache",
     "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',
@@ -104,12 +104,18 @@ def digits(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str] | None = None, behind: int = 0) -> str:
+def pivot(
+    found: Iterable[Record],
+    rows: dict[str, str],
+    columns: dict[str, str] | None = None,
+    behind: int = 0,
+    joint: str = " / ",
+) -> str:
     """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origins.
 
     Args:
         rows: heading -> format of a record, for the columns of the key.
-        columns: format of a heading -> format of a cell. Several cells of the same row and heading are joined.
+        columns: format of a heading -> format of a cell. ``joint`` joins several cells of the same row and heading.
         behind: how many columns of the key stand behind the cells, on the right.
     """
     columns, found, table = columns or {}, list(found), dict[tuple[str, ...], dict[str, list[str]]]()
@@ -118,7 +124,7 @@ def pivot(found: Iterable[Record], rows: dict[str, str], columns: dict[str, str]
         cells = table.setdefault(tuple(key.format_map(record) for key in rows.values()), {})
         for heading, cell in columns.items():
             cells.setdefault(heading.format_map(record), []).append(cell.format_map(record))
-    parts = [(key, [" / ".join(cells.get(each, ())) for each in headings]) for key, cells in table.items()]
+    parts = [(key, [joint.join(cells.get(each, ())) for each in headings]) for key, cells in table.items()]
     body = [
         [*key[: len(key) - behind], *cells, *key[len(key) - behind :]] for key, cells in [([*rows], headings), *parts]
     ]
@@ -247,7 +253,8 @@ def sides(name: str, heading: str, **where: Any) -> str:
     return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
 
 
-STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}"}
+UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
+STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_ms:.1f}}{UNBROKEN}{{gpu_ms:.1f}}"}
 CHECKPOINTS = {  # Unsloth's sides by checkpoint: PyTorch's, and Unsloth's, which moves inputs of layers to host memory
     "unsloth": "`True`", "unsloth, graphs": '`True`, `enable(graphs="auto")`', "unsloth, offloading": '`"unsloth"`',
     "unsloth, offloading, graphs": '`"unsloth"`, `enable(graphs="auto")`',
@@ -260,7 +267,7 @@ GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 def steps(name: str, row: str, memory: str) -> str:
     """Return the table of a training step with a row per side."""
-    return pivot(records(name), {STEP: row}, STEPS | {"GiB, {tokens:,}": memory})
+    return pivot(records(name), {STEP: row}, STEPS | {"GiB": memory}, joint=UNBROKEN)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -295,7 +302,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "unsloth-checkpoint": lambda: pivot(
         [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
          for row in records(name) if row["side"] in CHECKPOINTS],
-        {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB, {tokens:,}": "{reserved_gib:.1f}"}),
+        {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
     "rollouts": lambda: pivot(
