@@ -46,7 +46,7 @@ def dense(layers: int) -> Comparison:
 
 
 def mixture() -> Comparison:
-    """Its first side has experts in 16 bits, because peft's LoRA on experts needs them, or the patch."""
+    """Return the comparison for a mixture. The first side has experts in 16 bits, because peft's LoRA on experts needs them."""
     sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED) | OFFLOADING
     return Comparison("Qwen3-30B-A3B", 2, sides, ((1, 512), (1, 2048), (1, 4096)), qwen3)
 

@@ -5,7 +5,7 @@ python examples/merge_adapter.py --out merged --model random-qwen-moe          #
 python examples/merge_adapter.py --out merged --model BASE --adapter ADAPTER   # BASE: the model that you trained on, or its packed checkpoint
 
 Each 4-bit weight is dequantized once. The result needs neither bitsandbytes nor nf4_patch. If the model in 16 bits is too large for the
-GPU, save it packed after training (model.save_pretrained), and pass that folder with --device cpu.
+GPU, save the packed model before you add LoRA (qlora_moe.py --packed BASE), and pass --device cpu.
 """
 
 import argparse
