@@ -276,8 +276,8 @@ def row_of(
 def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) -> Iterator[str]:
     """Yield wrong losses. The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16.
 
-    Three kinds of sides are not compared bit for bit: compiled layers and Unsloth, because Inductor chooses its kernels in each
-    process, and packed experts, because other kernels multiply with cached weights of experts.
+    Three kinds of sides are not compared bit for bit: compiled layers and Unsloth, because the bits of compiled code vary from
+    process to process, also without the patch; and packed experts, because other kernels multiply with cached weights of experts.
     """
     first: dict[tuple[str, bool], str] = {}
     name_of_all = next(iter(losses), "")

@@ -17,12 +17,9 @@ from benchmarks.training import LAYERS, LENGTHS, LLAMA
 from nf4_patch.tools.report import Progress, require_gpu, require_patch
 
 
-def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None]) -> dict[str, Side]:
+def sides_of(kind: str, options: Mapping[str, dict[str, str] | None]) -> dict[str, Side]:
     """Return the sides of one kind of model. The keys of ``options`` are appended to the kind's name."""
-    return {
-        ", ".join(filter(None, (kind, name))): Side(kind, None if given is None else {**given})
-        for name, given in options.items()
-    }
+    return {", ".join(filter(None, (kind, name))): Side(kind, given) for name, given in options.items()}
 
 
 def dense(sides: dict[str, Side]) -> Comparison:

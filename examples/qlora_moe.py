@@ -5,7 +5,7 @@ python examples/qlora_moe.py --model random-gpt-oss
 
 For a real model, the comments show GB of GPU memory: the weights, plus adapters with their gradients and AdamW's state. Activations
 come on top. At 2,048 tokens per step, the model fits into 24 GB only with Liger's loss (pip install liger-kernel). Without
-Liger's loss, train on 128 tokens per step. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as for the measurement.
+Liger's loss, train on 128 tokens per step. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, with which the fit into 24 GB was measured.
 
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --attention-only        # 17 + 0.1: fits into 24
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --adamw-8bit            # 17 + 3.9: fits into 24

@@ -524,6 +524,7 @@ def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, steps=9)["replays"]
 
 
+@pytest.mark.gpu  # without a GPU, the stand-in copies no masks
 def test_a_mask_written_without_its_version():
     """As by ``dist.broadcast``. Between two steps, the address and the version of the mask stay the same."""
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
