@@ -21,8 +21,10 @@ autodoc_typehints = "description"
 def home_page(app: Any, name: str, source: list[str]) -> None:
     """The home page is the README, its links as seen from docs/; index.md adds the table of contents."""
     if name == "index":
-        readme = Path(app.srcdir).with_name("README.md").read_text(encoding="utf-8")
-        seen_from_docs = re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", readme)
+        readme = Path(app.srcdir).with_name("README.md")
+        app.env.note_dependency(str(readme))  # a change of the README builds the page again
+        text = readme.read_text(encoding="utf-8")
+        seen_from_docs = re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", text)
         # CONTRIBUTING.md and CHANGELOG.md are pages of their own
         pages = re.sub(r"\]\(\.\./(\w+\.md)\)", lambda link: f"]({link[1].lower()})", seen_from_docs)
         source[0] = f"{pages}\n{source[0]}"
