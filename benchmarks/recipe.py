@@ -1,4 +1,4 @@
-"""python -m benchmarks.recipe [--layers 16 | --mixture]: a QLoRA step of a TRL script after each further switch, and of Unsloth."""
+"""python -m benchmarks.recipe [--layers 16 | --small | --mixture]: a QLoRA step of a TRL script after each further switch, and of Unsloth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from benchmarks import run_alone
 from benchmarks.kinds import DENSE, LIGER, STOCK, UNSLOTH
-from benchmarks.models import config_of, qwen3
+from benchmarks.models import MODELS, config_of, qwen3
 from benchmarks.sides import CACHE, FUSED, GRAPHS, PACKED, PAGED_ADAMW, Comparison, Side, Steps, measure
 from benchmarks.training import LENGTHS, llama
 from nf4_patch.tools.report import Progress, require_gpu, require_patch
@@ -19,6 +19,8 @@ OFFLOADING = {
     f"{UNSLOTH}, offloading": Side(UNSLOTH, None, checkpointing="unsloth"),
     f"{UNSLOTH}, offloading, graphs": Side(UNSLOTH, GRAPHS, checkpointing="unsloth"),
 }
+
+SMALL = "peft", "fused", "graphs", UNSLOTH, f"{UNSLOTH}, graphs", f"{UNSLOTH}, block graphs"  # sides for a small model
 
 
 def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
@@ -45,6 +47,13 @@ def dense(layers: int) -> Comparison:
     return Comparison("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 
+def small() -> Comparison:
+    """Return the comparison for a small model. Its layers keep a GPU busy for a short time only."""
+    sides = {name: side for name, side in dense(4).sides.items() if name in SMALL}
+    shape = MODELS["llama-1b"]
+    return Comparison("Llama-3.2-1B", shape.num_hidden_layers, sides, LENGTHS, partial(config_of, shape))
+
+
 def mixture() -> Comparison:
     """Return the comparison for a mixture. The first side has experts in 16 bits, because peft's LoRA on experts needs them."""
     sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED) | OFFLOADING
@@ -57,12 +66,14 @@ def mixture() -> Comparison:
 @click.option(
     "--mixture", "is_mixture", is_flag=True, help="Measure two layers of a mixture, with LoRA on the experts."
 )
+@click.option("--small", "is_small", is_flag=True, help="Measure a whole model of 1B parameters.")
 @click.pass_obj
-def command(tell: Progress, layers: int, seconds: float, is_mixture: bool) -> Steps:
+def command(tell: Progress, layers: int, seconds: float, is_mixture: bool, is_small: bool) -> Steps:
     """Measure a QLoRA step of a TRL script after each further switch, and of Unsloth."""
     require_gpu()
     require_patch()
-    return measure(mixture() if is_mixture else dense(layers), seconds=seconds, tell=tell)
+    comparison = mixture() if is_mixture else small() if is_small else dense(layers)
+    return measure(comparison, seconds=seconds, tell=tell)
 
 
 if __name__ == "__main__":

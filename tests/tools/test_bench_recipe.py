@@ -29,9 +29,12 @@ def test_each_side_adds_one_switch():
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [((), ("Llama-3.1-8B", 4)), (("--layers", "16"), ("Llama-3.1-8B", 16)), (("--mixture",), ("Qwen3-30B-A3B", 2))],
+    [
+        ((), ("Llama-3.1-8B", 4)), (("--layers", "16"), ("Llama-3.1-8B", 16)), (("--small",), ("Llama-3.2-1B", 16)),
+        (("--mixture",), ("Qwen3-30B-A3B", 2)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_command_measures_what_is_named(words, what, monkeypatch):
     """And nothing without a GPU."""
     asked = []
