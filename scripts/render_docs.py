@@ -35,6 +35,7 @@ RELEASES = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft"
 WORDS = {  # side of the data -> row of a table
     "peft": "a plain TRL script", "16-bit experts": "a plain TRL script, experts in 16 bits", "patch": "the patch",
     "liger": "+ `use_liger_kernel=True`", "fused": '+ `lora="fused"`', "graphs": '+ `graphs="auto"`',
+    "graphs, no liger": '`lora="fused"`, `graphs="auto"`, without Liger',
     "cache": "+ a cache with room for every weight",
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
@@ -202,6 +203,9 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
      partial(speedups, "recipe-16", *OFFLOADING)),
     ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
     ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
+    ("Llama-3.2-1B, TRL", f'`enable(lora="fused", graphs="auto")` {LIGER}', "a plain script",
+     partial(speedups, "recipe-1b", "graphs", "peft")),
+    ("Llama-3.2-1B", "the same", "Unsloth", partial(speedups, "recipe-1b", "graphs", "unsloth")),
     ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING)),
     ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
      partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
@@ -262,6 +266,7 @@ CHECKPOINTS = {  # Unsloth's sides by checkpoint: PyTorch's, and Unsloth's, whic
 GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
 ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
+PADDINGS = {1: "not set"}
 GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
@@ -297,14 +302,18 @@ BLOCKS: dict[str, Callable[[], str]] = {
         records("step-experts-4bit", section="frozen experts"),
         {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
     "graphs": lambda: pivot(
-        [row | {"words": GRAPHS[row["side"]]} for row in records("recipe") + records("recipe-16") + records("recipe-moe") if row["side"] in GRAPHS],
+        [row | {"words": GRAPHS[row["side"]]} for name in ("recipe-1b", "recipe", "recipe-16", "recipe-moe")
+         for row in records(name) if row["side"] in GRAPHS],
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
+    "lengths": lambda: pivot(
+        [row | {"words": GRAPHS[row["side"]], "to": PADDINGS.get(row["pad_to"], "`{pad_to}`").format_map(row)} for row in records("lengths")],
+        {"`pad_to_multiple_of=`": "{to}", "different lengths": "{lengths}", "ms per step": "{words}"}, {"epoch {epoch}": "{step_ms:.1f}"}),
     "unsloth-checkpoint": lambda: pivot(
         [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
          for row in records(name) if row["side"] in CHECKPOINTS],
         {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
-    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-moe")},
+    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")},
     "rollouts": lambda: pivot(
         [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="generate")],
         {"tokens per second, wall-clock": "{words}"}, {"{batch} sequences": "{tokens_s:,.0f}"}),
@@ -327,7 +336,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
         "in host memory, GB": "{experts_gb:.1f}"}),
     "wait": lambda: " ms instead of ".join(
-        f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
+        f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe-1b", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
     "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),
