@@ -336,7 +336,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
         "in host memory, GB": "{experts_gb:.1f}"}),
     "wait": lambda: " ms instead of ".join(
-        f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe-1b", side=side, tokens=512)),
+        f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
     "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),
