@@ -266,7 +266,6 @@ CHECKPOINTS = {  # Unsloth's sides by checkpoint: PyTorch's, and Unsloth's, whic
 GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
 ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
-PADDINGS = {1: "not set"}
 GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
@@ -306,7 +305,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
          for row in records(name) if row["side"] in GRAPHS],
         {STEP: "{model}, {layers} layers: {words}"}, STEPS),
     "lengths": lambda: pivot(
-        [row | {"words": GRAPHS[row["side"]], "to": PADDINGS.get(row["pad_to"], "`{pad_to}`").format_map(row)} for row in records("lengths")],
+        [row | {"words": GRAPHS[row["side"]], "to": "not set" if row["pad_to"] == 1 else f"`{row['pad_to']}`"}
+         for row in records("lengths")],
         {"`pad_to_multiple_of=`": "{to}", "different lengths": "{lengths}", "ms per step": "{words}"}, {"epoch {epoch}": "{step_ms:.1f}"}),
     "unsloth-checkpoint": lambda: pivot(
         [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
