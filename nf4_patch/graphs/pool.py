@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import pickle
 import random
 import sys
 import threading
@@ -98,12 +99,12 @@ class Pool:
         Raises:
             torch.cuda.OutOfMemoryError: there would be too little memory.
         """
-        before = torch.cuda.memory_reserved(self.device)
+        before = memory(self.device, "reserved_bytes")
         yield
-        reserved = torch.cuda.memory_reserved(self.device)
+        reserved = memory(self.device, "reserved_bytes")
         self.taken += reserved - before
         free, total = torch.cuda.mem_get_info(self.device)
-        peak, limit = torch.cuda.max_memory_allocated(self.device), free + reserved - int(MARGIN_PART * total)
+        peak, limit = memory(self.device, "allocated_bytes", "peak"), free + reserved - int(MARGIN_PART * total)
         if self.taken + peak > limit:
             gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
             raise torch.cuda.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
@@ -182,8 +183,16 @@ def repaired(pool: Pool) -> Iterator[None]:
         raise
 
 
-def requested(device: int) -> int:
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+def memory(device: int, kind: str, value: str = "current") -> int:
+    """Return a value of PyTorch's memory statistics, in bytes.
+
+    ``torch.cuda.memory_stats`` would sort all values first, which takes longer.
+
+    Args:
+        kind: for example "reserved_bytes".
+        value: "current" or "peak".
+    """
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
 
 
 @contextlib.contextmanager
@@ -227,7 +236,8 @@ def host_generators() -> Iterator[Callable[[], bool]]:
     numpy: Any = sys.modules.get("numpy.random")
 
     def states() -> list[Any]:
-        return [random.getstate(), bytes(torch.get_rng_state().tolist()), numpy and repr(numpy.get_state(legacy=False))]
+        of_numpy = numpy and pickle.dumps(numpy.get_state(legacy=False))  # printing the state would take a millisecond
+        return [random.getstate(), bytes(torch.get_rng_state().tolist()), of_numpy]
 
     before = states()
     of_python, of_torch, of_numpy = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()

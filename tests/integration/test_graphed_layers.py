@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import graphs_without_cuda
+import numpy
 import pytest
 import torch
 from alternation import crossed
@@ -1328,6 +1329,19 @@ class Keeping(torch.autograd.Function):
         return gradient * ctx.kept
 
 
+@pytest.mark.parametrize("drawn", [random.random, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item()])
+def test_random_numbers_of_the_host(drawn):
+    """A warm-up notices that the layer draws random numbers on the host, and the draw does not count."""
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    drawn()
+    with pool_module.host_generators() as used:
+        assert not used()
+        inside = [drawn(), drawn()]
+        assert used()
+    assert [drawn(), drawn()] == inside
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "reason"),
@@ -1391,10 +1405,9 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
     pool = pool_module.Pool.__new__(pool_module.Pool)
     pool.device, pool.taken = 0, 1 * GIB
-    reserved = iter([10 * GIB, 14 * GIB])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    found = {"reserved_bytes": iter([10 * GIB, 14 * GIB]), "allocated_bytes": iter([peak * GIB + 2**20])}
+    monkeypatch.setattr(pool_module, "memory", lambda device, kind, value="current": next(found[kind]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 32 * GIB))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * GIB + 2**20)
     expected = (
         contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match=r"18\.00 GiB, of 23")
     )
@@ -1405,7 +1418,7 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
 
 @pytest.mark.gpu
 def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**60)
+    monkeypatch.setattr(pool_module, "memory", lambda device, kind, value="current": 2**60 if value == "peak" else 0)
     found = compared(model_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
