@@ -39,6 +39,14 @@ from benchmarks.timing import kernels, machine, synchronize
 from benchmarks.training import trained
 
 GIB = 2**30
+METHOD = (
+    "Steps of whole mixtures with random weights: adapters in bf16, autocast, checkpointing. Each run has a process. cap: GiB that"
+    " PyTorch may allocate; 0: all of gpu_bytes. Peaks and held memory are in bytes. gpu_ms, wall_ms: medians of all steps."
+    " kernels_ms, copies_ms: sums of one step. fetches, late, fetched: copies of experts in one step, how many of these started"
+    " only when the layer read them, and their bytes. bus: bytes per second of a plain copy from pinned memory. in_turns: these"
+    " runs alternated step by step. losses, gradients, adapters: of steps with deterministic algorithms. If several GPUs of a host"
+    " measured at the same time, each ran one process. Runs in turns were alone on the host."
+)
 SIDES = ("resident", "again", "budget", "all")  # "again" repeats "resident", to show the noise
 WARM_UPS = 2
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -113,20 +121,19 @@ class Setting:
 CAP_8, CAP_12, CAP_16, CAP_24 = 7.0, 10.7, 14.4, 21.9
 TIMED = ("resident", "budget", "all")
 RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
-    "bits": (Setting(budget="8GiB"), SIDES),
+    "bits": (Setting(budget="8GiB", steps=0), SIDES),
     "8 GiB": (Setting(cap=8), ("all",)),
     "bits, r = 8": (Setting(rank=8, steps=0), ("resident",)),
     "8 GiB, r = 8": (Setting(cap=8, rank=8), ("all",)),
     "12 GB": (Setting(cap=CAP_12, budget="3GiB", bits=0), ("budget",)),
-    "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget", "all")),
-    "24 GB": (Setting(cap=CAP_24, bits=0), ("resident", "all")),
+    "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget",)),
+    "24 GB": (Setting(cap=CAP_24, bits=0), ("resident",)),
     "24 GB, AdamW": (Setting(cap=CAP_24, budget="12GiB", optimizer="adamw", bits=0), ("budget",)),
-    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0), TIMED),
-    "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget", "all")),
+    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0, steps=14), TIMED),
+    "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget",)),
     "gpt-oss": (Setting("gpt-oss-20b", cap=8, bits=0, steps=7), ("all",)),
     "gpt-oss, 1,024 tokens": (Setting("gpt-oss-20b", cap=8, tokens=1024, bits=0, steps=7), ("all",)),
     "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=7), ("all",)),
-    "gpt-oss, not capped": (Setting("gpt-oss-20b", bits=0), ("resident", "all")),
     "Gemma": (Setting("Gemma-4-26B-A4B", cap=CAP_16, bits=0), ("all",)),
     "GLM": (Setting("GLM-4.5-Air", cap=CAP_24, bits=0, steps=7), ("all",)),
 }
@@ -396,8 +403,8 @@ def largest_block(model: Any) -> int:
 # --- a side, in a separate process ---
 
 
-def bus_rate() -> float:
-    """Measure the bytes per second from pinned host memory to the GPU."""
+def on_bus() -> dict[str, float]:
+    """Measure the bytes per second from pinned host memory to the GPU. Return them with the size of the GPU's memory."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     place = torch.empty_like(host, device="cuda")
     times = []
@@ -407,7 +414,7 @@ def bus_rate() -> float:
         place.copy_(host, non_blocking=True)
         synchronize()
         times.append(time.perf_counter() - begin)
-    return host.nbytes / statistics.median(times)
+    return {"bus": host.nbytes / statistics.median(times), "gpu_bytes": torch.cuda.mem_get_info()[1]}
 
 
 def peak() -> dict[str, int]:
@@ -424,7 +431,7 @@ def offload_of(setting: Setting, side: str) -> str:
 
 
 def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[dict[str, Any]]:
-    trainings, bus = [], {"bus": bus_rate()} if torch.cuda.is_available() else {}
+    trainings, bus = [], on_bus() if torch.cuda.is_available() else {}
     for side in sides:
         nf4_patch.enable(experts="4bit", offload=offload_of(setting, side))
         trainings.append(Training(with_lora(load(config_of(setting), device), setting), setting))
@@ -440,7 +447,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
     if cuda:
-        result |= {"bus": bus_rate(), "allocator": os.environ.get(ALLOCATOR, "")}
+        result |= on_bus() | {"allocator": os.environ.get(ALLOCATOR, "")}
         torch.cuda.empty_cache()
         peak()
     if cuda and setting.cap:
@@ -532,7 +539,7 @@ def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
         run |= same | run
     taken = run.pop("machine", before.get("machine"))
     if file:
-        file.write_text(json.dumps({"machine": taken, "rows": [*others, run]}, indent=1) + "\n")
+        file.write_text(json.dumps({"machine": taken, "rows": [*others, run], "method": METHOD}, indent=1) + "\n")
     return others
 
 

@@ -28,10 +28,10 @@ from .pool import (
     Pool,
     Refusal,
     host_generators,
-    memory,
     own_casts,
     quiet_garbage,
     repaired,
+    requested,
     synchronizations,
     unowned,
 )
@@ -269,10 +269,10 @@ class GraphedLayer:
             torch.cuda.OutOfMemoryError: the GPU has no memory for the graph.
         """
         self.first = torch.cuda.CUDAGraph()
-        before, launches = memory(pool.device, "requested_bytes"), Launches()
+        before, launches = requested(pool.device), Launches()
         with repaired(pool), pool.capturing(self.first):
             alias, y = self.forward_of(task, x)
-        grown = memory(pool.device, "requested_bytes") - before
+        grown = requested(pool.device) - before
         self.hits, self.reads = launches.since(), len(self.pins)
         if grown != y.untyped_storage().nbytes():
             raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated after its forward")

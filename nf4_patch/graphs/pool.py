@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import pickle
 import random
 import sys
 import threading
@@ -99,12 +98,12 @@ class Pool:
         Raises:
             torch.cuda.OutOfMemoryError: there would be too little memory.
         """
-        before = memory(self.device, "reserved_bytes")
+        before = torch.cuda.memory_reserved(self.device)
         yield
-        reserved = memory(self.device, "reserved_bytes")
+        reserved = torch.cuda.memory_reserved(self.device)
         self.taken += reserved - before
         free, total = torch.cuda.mem_get_info(self.device)
-        peak, limit = memory(self.device, "allocated_bytes", "peak"), free + reserved - int(MARGIN_PART * total)
+        peak, limit = torch.cuda.max_memory_allocated(self.device), free + reserved - int(MARGIN_PART * total)
         if self.taken + peak > limit:
             gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
             raise torch.cuda.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
@@ -183,16 +182,8 @@ def repaired(pool: Pool) -> Iterator[None]:
         raise
 
 
-def memory(device: int, kind: str, value: str = "current") -> int:
-    """Return a value of PyTorch's memory statistics, in bytes.
-
-    ``torch.cuda.memory_stats`` would sort all values first, which takes longer.
-
-    Args:
-        kind: for example "reserved_bytes".
-        value: "current" or "peak".
-    """
-    return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
+def requested(device: int) -> int:
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
 @contextlib.contextmanager
@@ -236,8 +227,7 @@ def host_generators() -> Iterator[Callable[[], bool]]:
     numpy: Any = sys.modules.get("numpy.random")
 
     def states() -> list[Any]:
-        of_numpy = numpy and pickle.dumps(numpy.get_state(legacy=False))  # printing the state would take a millisecond
-        return [random.getstate(), bytes(torch.get_rng_state().tolist()), of_numpy]
+        return [random.getstate(), bytes(torch.get_rng_state().tolist()), numpy and repr(numpy.get_state(legacy=False))]
 
     before = states()
     of_python, of_torch, of_numpy = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()

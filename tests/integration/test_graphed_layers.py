@@ -1405,9 +1405,10 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
     pool = pool_module.Pool.__new__(pool_module.Pool)
     pool.device, pool.taken = 0, 1 * GIB
-    found = {"reserved_bytes": iter([10 * GIB, 14 * GIB]), "allocated_bytes": iter([peak * GIB + 2**20])}
-    monkeypatch.setattr(pool_module, "memory", lambda device, kind, value="current": next(found[kind]))
+    reserved = iter([10 * GIB, 14 * GIB])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 32 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * GIB + 2**20)
     expected = (
         contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match=r"18\.00 GiB, of 23")
     )
@@ -1418,7 +1419,7 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
 
 @pytest.mark.gpu
 def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
-    monkeypatch.setattr(pool_module, "memory", lambda device, kind, value="current": 2**60 if value == "peak" else 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**60)
     found = compared(model_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
