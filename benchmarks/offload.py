@@ -40,12 +40,12 @@ from benchmarks.training import trained
 
 GIB = 2**30
 METHOD = (
-    "Steps of whole mixtures with random weights: adapters in bf16, autocast, checkpointing. Each run has a process. cap: GiB that"
-    " PyTorch may allocate; 0: all of gpu_bytes. Peaks and held memory are in bytes. gpu_ms, wall_ms: medians of all steps."
-    " kernels_ms, copies_ms: sums of one step. fetches, late, fetched: copies of experts in one step, how many of these started"
-    " only when the layer read them, and their bytes. bus: bytes per second of a plain copy from pinned memory. in_turns: these"
-    " runs alternated step by step. losses, gradients, adapters: of steps with deterministic algorithms. If several GPUs of a host"
-    " measured at the same time, each ran one process. Runs in turns were alone on the host."
+    "Steps of whole mixtures with random weights: adapters in bf16, autocast, checkpointing. Each run has a process, but runs with"
+    " in_turns share one and alternate step by step. If a host has several GPUs, each may run one process at the same time. cap:"
+    " GiB that PyTorch may allocate, or 0 for all of gpu_bytes. Memory is in bytes. gpu_ms, wall_ms: medians of all steps."
+    " kernels_ms, copies_ms: sums of one step. fetches: copies of experts in one step. late: number of fetches that began only when"
+    " the layer read its experts. fetched: bytes of all fetches. bus: bytes per second of a plain copy from pinned memory. losses,"
+    " gradients, adapters: of steps with deterministic algorithms."
 )
 SIDES = ("resident", "again", "budget", "all")  # "again" repeats "resident", to show the noise
 WARM_UPS = 2
@@ -129,8 +129,8 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget",)),
     "24 GB": (Setting(cap=CAP_24, bits=0), ("resident",)),
     "24 GB, AdamW": (Setting(cap=CAP_24, budget="12GiB", optimizer="adamw", bits=0), ("budget",)),
-    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0, steps=14), TIMED),
     "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget",)),
+    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0, steps=14), TIMED),
     "gpt-oss": (Setting("gpt-oss-20b", cap=8, bits=0, steps=7), ("all",)),
     "gpt-oss, 1,024 tokens": (Setting("gpt-oss-20b", cap=8, tokens=1024, bits=0, steps=7), ("all",)),
     "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=7), ("all",)),
@@ -403,8 +403,8 @@ def largest_block(model: Any) -> int:
 # --- a side, in a separate process ---
 
 
-def on_bus() -> dict[str, float]:
-    """Measure the bytes per second from pinned host memory to the GPU. Return them with the size of the GPU's memory."""
+def hardware() -> dict[str, float]:
+    """Return the speed of a copy from pinned host memory, in bytes per second, and the size of the GPU's memory in bytes."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     place = torch.empty_like(host, device="cuda")
     times = []
@@ -431,12 +431,12 @@ def offload_of(setting: Setting, side: str) -> str:
 
 
 def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[dict[str, Any]]:
-    trainings, bus = [], on_bus() if torch.cuda.is_available() else {}
+    trainings, found = [], hardware() if torch.cuda.is_available() else {}
     for side in sides:
         nf4_patch.enable(experts="4bit", offload=offload_of(setting, side))
         trainings.append(Training(with_lora(load(config_of(setting), device), setting), setting))
     return [
-        {**dataclasses.asdict(setting), "side": side, "failed": "", **bus, **times}
+        {**dataclasses.asdict(setting), "side": side, "failed": "", **found, **times}
         for side, times in zip(sides, timed(trainings, setting.steps), strict=True)
     ]
 
@@ -447,7 +447,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
     if cuda:
-        result |= on_bus() | {"allocator": os.environ.get(ALLOCATOR, "")}
+        result |= hardware() | {"allocator": os.environ.get(ALLOCATOR, "")}
         torch.cuda.empty_cache()
         peak()
     if cuda and setting.cap:

@@ -176,7 +176,7 @@ def offload(**where: Any) -> list[Record]:
             "dense_experts_gb": (dense := run["in_host"] / PACKED_BYTES * 2 / 1e9),
             "gate_up_gb": (gate_up := dense * 2 / 3),
             "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
-            # CUDA itself takes half a GB
+            # a cap leaves out half a GB, which CUDA itself takes
             "card_gb": run["cap"] * 2**30 / 1e9 + 0.5 if run["cap"] else run["gpu_bytes"] / 1e9,
             "bus_ms": run["fetched"] / run["bus"] * 1e3,
             "lora": "attention" if run["attention_only"] else "attention, experts",

@@ -1329,17 +1329,17 @@ class Keeping(torch.autograd.Function):
         return gradient * ctx.kept
 
 
-@pytest.mark.parametrize("drawn", [random.random, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item()])
-def test_random_numbers_of_the_host(drawn):
-    """A warm-up notices that the layer draws random numbers on the host, and the draw does not count."""
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item()])
+def test_random_numbers_of_the_host(draw):
+    """A capture notices random numbers that the layer draws on the host, and restores the generator."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
-    drawn()
+    draw()
     with pool_module.host_generators() as used:
         assert not used()
-        inside = [drawn(), drawn()]
+        inside = [draw(), draw()]
         assert used()
-    assert [drawn(), drawn()] == inside
+    assert [draw(), draw()] == inside
 
 
 @pytest.mark.gpu
