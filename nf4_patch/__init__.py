@@ -1,7 +1,7 @@
-"""Run fused Triton kernels inside bitsandbytes and Unsloth for 4-bit fine-tuning, with bit-identical results.
+"""Run fused Triton kernels inside bitsandbytes and Unsloth for 4-bit fine-tuning.
 
 >>> import nf4_patch
->>> nf4_patch.enable()  # or NF4_PATCH=1 in the environment
+>>> nf4_patch.enable("fast")  # or NF4_PATCH=fast in the environment; enable() keeps every bit
 
 Importing this module is cheap: torch, triton and the patched libraries are imported only when needed.
 """
@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from . import options as options
 from .version import __version__ as __version__
@@ -47,10 +47,11 @@ TYPES = {
     "ConfigError": ".patching.config", "FallbackError": ".patching.counters", "StaleWeightError": ".cache.store",
     "Status": ".snapshot",
 }  # fmt: skip
-Matmul = Literal["off", "auto"]
-Experts = Literal["off", "4bit"]
-Lora = Literal["off", "fused"]
-Graphs = Literal["off", "auto"]
+Profile = Literal["fast"]
+Matmul = Union[Literal["off", "auto"], bool]
+Experts = Union[Literal["off", "4bit"], bool]
+Lora = Union[Literal["off", "fused"], bool]
+Graphs = Union[Literal["off", "auto"], bool]
 
 
 def __getattr__(name: str) -> Any:
@@ -61,16 +62,20 @@ def __getattr__(name: str) -> Any:
 
 
 def enable(
-    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None, graphs: Graphs | None = None,
+    profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
+    experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
     If the patch is on, an option that is None keeps its current value. If the patch is off (not turned on yet, or
     turned off by ``disable``), the option takes the value of its environment variable, for example NF4_PATCH_MATMUL for
-    ``matmul``.
+    ``matmul``. ``True`` means the value of an option that has only one value besides "off", and ``False`` means "off".
 
     Args:
+        profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
+            ``matmul="auto"`` and ``cache="auto"``. Results are as accurate, but not bit-identical. Options that an
+            argument or a variable has set keep their value. An option that this machine cannot have stays off, and
+            ``status()`` says why.
         matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
             where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
             bit-identical. "off" is the default.
@@ -96,11 +101,14 @@ def enable(
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
 
     Raises:
-        ConfigError: an argument or an NF4_* variable has an unknown value.
+        ConfigError: an argument or an NF4_* variable has an unknown value, or an option that you named needs another
+            release of a library.
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs)
+    return hooks.enable(
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs
+    )
 
 
 def disable() -> None:
@@ -136,8 +144,8 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(
-    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None, graphs: Graphs | None = None,
+    profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
+    experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
@@ -146,12 +154,14 @@ def enabled(
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs):
+    with hooks.block(
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs
+    ):  # fmt: skip
         yield
 
 
 def status() -> Status:
-    """Return which functions are patched, how many calls ran in the kernel, and how many fell back and why."""
+    """Return how many dequantizations ran in the kernel, and how many calls each option handled, and why not the others."""
     from .snapshot import status
 
     return status()
@@ -212,7 +222,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _autoload() -> None:
-    """Enable the patch if NF4_PATCH=1. Never raise, because bitsandbytes calls this function while it is imported."""
+    """Enable the patch if NF4_PATCH=1 or NF4_PATCH=fast. Never raise, because bitsandbytes calls this function while it is imported."""
     # Without a variable of nf4_patch there is nothing to do, and no other module is imported.
     if not any(name.startswith("NF4_PATCH") for name in os.environ):
         return
@@ -223,7 +233,8 @@ def _autoload() -> None:
         if not os.environ.get("NF4_PATCH"):
             atexit.register(_say_what_had_no_effect)
         elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
-            _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join(['NF4_PATCH=1', *options_set()])}")
+            on = f"NF4_PATCH={os.environ['NF4_PATCH'].strip()}"
+            _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join([on, *options_set()])}")
     except (ImportError, ConfigError) as error:  # a required package is missing, or a variable has an unknown value
         _say(logging.ERROR, f"nf4_patch stays off: {error}")
     except Exception:

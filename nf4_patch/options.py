@@ -8,6 +8,7 @@ from .graphs.option import GRAPHS
 from .graphs.option import GraphsStatus as GraphsStatus
 from .lora.option import LORA
 from .matmul.option import MATMUL
+from .matmul.option import MatmulStatus as MatmulStatus
 from .moe.option import EXPERTS
 from .offload.option import OFFLOAD
 from .offload.option import OffloadStatus as OffloadStatus

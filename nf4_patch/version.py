@@ -11,3 +11,15 @@ def release_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def holds(release: str, condition: str) -> bool:
+    """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
+
+    A development, post or local release such as "0.50.dev0" counts as its base release "0.50". The release "" means not
+    installed, and meets no specifier.
+    """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    return bool(release) and SpecifierSet(condition).contains(Version(release).base_version)

@@ -60,8 +60,8 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # a line of a bash block that is run, with train.py in the working directory -> what it prints once
 RUN = {
     "NF4_PATCH=1 NF4_PATCH_STRICT=1 python train.py": f"nf4_patch {nf4_patch.__version__} is on: NF4_PATCH=1",
-    "nf4-patch run --report torchrun --nproc-per-node 8 train.py": "1 in the kernel, 0 fell back",
-    "nf4-patch run --report accelerate launch --num_processes 8 train.py": "1 in the kernel, 0 fell back",
+    "nf4-patch run --report torchrun --nproc-per-node 8 train.py": "1 dequantizations in the kernel, 0 fell back",
+    "nf4-patch run --report accelerate launch --num_processes 8 train.py": "1 dequantizations in the kernel, 0 fell back",
 }
 # and one that is not -> why, and what runs it instead
 ELSEWHERE = {

@@ -28,9 +28,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..nf4.runtime import is_capturing
 from ..patching.context import backward_in_progress
-from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
 from .entry import nobody
+from .option import Waits
 
 STEPS = 2  # number of training steps to wait for; the first of them creates the optimizer's state
 SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
@@ -42,7 +42,7 @@ SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, an
 
 
 class Auto:
-    """Find the budget of the cache. The attribute ``why`` explains the current budget in ``status()``.
+    """Find the budget of the cache. ``why`` and ``numbers`` say in ``status()`` why there is none.
 
     Args:
         set_budget: a function that sets the budget in bytes per GPU. A budget of 0 drops every cached weight.
@@ -56,13 +56,14 @@ class Auto:
         self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
         self.steps = 0  # training steps since the latest ``wait``
+        self.numbers: tuple[int, ...]
         self.waits = True
         self.next_look = 0.0
         # weak reference to the tensor that the method ``forward`` got last
         self.forwarded: Callable[[], torch.Tensor | None] = nobody
         self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
         self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the cache, by device
-        self.why = "nothing before a training"
+        self.why, self.numbers = Waits.TRAINING, ()
         # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("cache.auto").attempt
         self.hooks = (
@@ -83,7 +84,7 @@ class Auto:
         """Drop the cache before the first step of an optimizer, because this step allocates the optimizer's state."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = True
-            self.wait("an optimizer creates its state")
+            self.wait(Waits.OPTIMIZER)
 
     def after_step(self, *_: Any) -> None:
         self.stepped = True
@@ -133,7 +134,7 @@ class Auto:
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))
-            self.wait(f"the largest batch so far has {rows} tokens, sequences of {length}")
+            self.wait(Waits.BATCH, rows, length)
 
     def look(self) -> None:
         """Drop the cache if the free memory runs short, or if another process has started to use the GPU."""
@@ -142,17 +143,17 @@ class Auto:
                 continue
             memory = MemoryInfo.of(device)
             if memory.free < memory.margin // 2:
-                self.wait(f"only {size_in_words(memory.free)} were free on device {device}")
+                self.wait(Waits.MEMORY, memory.free // 2**20, device)
             elif memory.others > self.alone.get(device, 0) + SLACK:
-                self.wait(f"another process started to use device {device}")
+                self.wait(Waits.OTHER_PROCESS, device)
 
-    def wait(self, why: str) -> None:
+    def wait(self, why: Waits, *numbers: int) -> None:
         """Drop the cache and wait for two training steps.
 
         The memory of the cache goes back to the driver. Then PyTorch's reserved memory is only what training needs.
         """
         self.steps, self.waits = 0, True
-        self.why = f"nothing yet, waiting for {STEPS} training steps: {why}"
+        self.why, self.numbers = why, numbers
         held = any(self.taken.values())
         self.set_budget(0)
         if held and not is_capturing():
@@ -168,15 +169,14 @@ class Auto:
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
             if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
-                self.why, self.steps = f"nothing, while another process uses device {device}", 0
+                self.why, self.numbers, self.steps = Waits.OTHER_PROCESS, (device,), 0
                 return
             self.alone[device] = memory.others
         budget = min(m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items())
         if budget <= 0:
-            self.why, self.steps = "nothing: no more than the margin was free at the largest batch so far", 0
+            self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
             return
         self.waits = False
-        self.why = f"{size_in_words(budget)}: what was free at the largest batch so far, less a margin"
         # PyTorch's unused blocks are freed first. A cached weight could take part of a block that training needs whole.
         torch.cuda.empty_cache()
         self.set_budget(budget)

@@ -36,6 +36,18 @@ class Uncached(enum.Enum):
     ZERO3 = "DeepSpeed ZeRO-3 owns the weight and writes it without a new version"
 
 
+class Waits(enum.Enum):
+    """Why ``cache="auto"`` has no budget."""
+
+    TRAINING = "no training step was seen yet"
+    OPTIMIZER = "an optimizer creates its state"
+    BATCH = "the largest batch so far has {0} tokens, sequences of {1}"
+    MEMORY = "only {0} MiB were free on device {1}"
+    OUT_OF_MEMORY = "a weight could not be decoded, because the GPU was out of memory"
+    OTHER_PROCESS = "another process uses device {0}"
+    MARGIN = "no more than the margin was free at the largest batch so far"
+
+
 @dataclass(frozen=True)
 class CacheStatus:
     """The state of the weight cache."""
@@ -47,7 +59,9 @@ class CacheStatus:
     misses: int = 0  # reads that dequantized
     uncached: dict[str, int] = field(default_factory=dict)  # number of reads not served, by reason (a name in Uncached)
     compiled: int = 0  # cached weights that compiled layers have read
-    found: str = ""  # with cache="auto": the budget that was found, and how
+    budget: int | None = None  # with cache="auto": the bytes per GPU that the cache may take
+    waits: str = ""  # with cache="auto" and no budget yet: why (a name in Waits)
+    numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
@@ -56,7 +70,7 @@ class CacheStatus:
         compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
         weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
         reads = f"; {self.hits} of {self.hits + self.misses} reads served" * bool(self.hits + self.misses)
-        return f"cache {mode}: {weights if self.weights or taken else 'empty'}{reads}"
+        return f'cache="{mode}": ' + f"{weights if self.weights or taken else 'empty'}{reads}"
 
 
 def report(mode: str | int) -> CacheStatus:
@@ -70,7 +84,11 @@ def lines(cache: CacheStatus) -> list[str]:
     """Return the lines of ``print(status())`` about the cache."""
     if cache.mode == "off" and not cache.hits:
         return []
-    found = [str(cache), *([f"  it may take {cache.found}"] if cache.found else [])]
+    found = [str(cache)]
+    if cache.waits:
+        found.append(f"  takes no memory until two more training steps: {Waits[cache.waits].value.format(*cache.numbers)}")
+    elif cache.budget:
+        found.append(f"  takes up to {size_in_words(cache.budget)}, which was free at the largest batch so far")
     return found + [f"  {n} x not cached: {why}: {Uncached[why].value}" for why, n in cache.uncached.items()]
 
 
@@ -78,7 +96,7 @@ CACHE = Option(
     "NF4_PATCH_CACHE", ("off", "auto"), "off",
     "Cache dequantized weights for functions that only read them. Results are bit-identical. A size limits the memory on "
     "every GPU; auto uses the memory that the training leaves free.",
-    size=True, on="6GiB",
+    size=True, on="6GiB", fast="auto",
     targets=(
         CacheTarget(
             "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
@@ -104,5 +122,5 @@ CACHE = Option(
             after="bitsandbytes.functional",
         ),
     ),
-    report=report, lines=lines,
+    report=report, lines=lines, used=lambda cache: cache.hits,
 )  # fmt: skip

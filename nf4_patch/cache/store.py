@@ -29,7 +29,7 @@ from ..patching.reasons import Reason
 from ..patching.switch import switch
 from .auto import Auto
 from .entry import CacheEntry, fingerprint, location, nobody, size_of
-from .option import CacheStatus, Uncached
+from .option import CacheStatus, Uncached, Waits
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
 # The errors that are raised if a field of a weight is not a tensor, or is a tensor without a version counter.
@@ -256,7 +256,7 @@ class Cache(dequantizer.Reader):
         except torch.OutOfMemoryError as error:
             if self.auto is None:
                 raise
-            self.auto.wait(f"{error}"[:80])  # drops every cached weight; the caller then decodes this weight itself
+            self.auto.wait(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile
@@ -346,7 +346,9 @@ class Cache(dequantizer.Reader):
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
             compiled=sum(entry.compiled for entry in entries),
-            found=self.auto.why if self.auto else "",
+            budget=self.budget if self.auto else None,
+            waits=self.auto.why.name if self.auto and self.auto.waits else "",
+            numbers=self.auto.numbers if self.auto else (),
         )
 
     def compare(self, cached: Tensor, decoded: Tensor) -> None:

@@ -400,7 +400,9 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if not generates:
-        if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
+        if not (layer.training and torch.is_grad_enabled()):
+            return Reason.GRAPH_NOT_TRAINING
+        if not layer.gradient_checkpointing:
             return Reason.GRAPH_NOT_CHECKPOINTED
         if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
             return Reason.GRAPH_CHECKPOINT

@@ -22,10 +22,7 @@ class GraphsStatus:
     replays: int = 0  # forwards that ran as a CUDA graph
 
     def __str__(self) -> str:
-        return (
-            f"graphs {self.mode}: {self.layers} layers, {self.shapes} shape{'s' * (self.shapes != 1)}; "
-            f"{self.replays} forwards ran as a CUDA graph"
-        )
+        return f"{self.layers} layers and {self.shapes} input shape{'s' * (self.shapes != 1)} have CUDA graphs"
 
 
 def report(mode: str | int) -> GraphsStatus:
@@ -34,14 +31,14 @@ def report(mode: str | int) -> GraphsStatus:
 
 
 def lines(graphs: GraphsStatus) -> list[str]:
-    return [str(graphs)] if graphs.mode != "off" or graphs.replays else []
+    return [f"  {graphs}"] if graphs.layers else []
 
 
 GRAPHS = Option(
     "NF4_PATCH_GRAPHS", ("off", "auto"), "off",
     "auto: decoder layers run as CUDA graphs while a model trains with gradient checkpointing, or generates with a static cache, so "
     "that the GPU does not wait for Python. Results are bit-identical.",
-    on="auto",
+    on="auto", fast="auto",
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
@@ -51,5 +48,5 @@ GRAPHS = Option(
             option="graphs", uncounted="status().graphs counts its replays",
         ),
     ),
-    report=report, lines=lines,
+    report=report, lines=lines, used=lambda graphs: graphs.replays, calls="layer calls",
 )  # fmt: skip

@@ -24,6 +24,7 @@ from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context
 from ..patching.context import PLAIN, returns_tensors
+from ..patching.counters import counters
 from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
 from ..patching.quant_state import fields_of, weight_of
@@ -204,6 +205,7 @@ def linear(target: Target, original: Function) -> Function:
     dequantizer = Dequantizer(target.name)
     fused = FusedLora(target.name, dequantizer.fallbacks)
     attempt: Any = dequantizer.fallbacks.attempt
+    uses = counters.uses_of("lora")
 
     def decode(packed: Any, state: Any, dtype: torch.dtype) -> Tensor | Reason:
         weight = weight_of(packed, state)
@@ -318,6 +320,7 @@ def linear(target: Target, original: Function) -> Function:
                 return result
         if cache.auto is not None:
             cache.auto.observe(x)
+        uses.hits += 1
         dtype, decoded = dtypes  # type: ignore[misc]
         # ``run`` is returned, not called here, so that ``replacement_of`` calls ``run`` outside of its error handling.
         # Inside ``run``, a checkpoint may end its recompute with an exception, which is not an error.

@@ -9,7 +9,7 @@ LORA = Option(
     "NF4_PATCH_LORA", ("off", "fused"), "off",
     "fused: run peft's LoRA on 4-bit linear layers as one function. Off by default, because results are as accurate as peft's but "
     "not bit-identical.",
-    on="fused",
+    on="fused", fast="fused", calls="layer calls",
     targets=(
         Target(
             "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),

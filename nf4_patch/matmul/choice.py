@@ -24,6 +24,7 @@ from ..patching.context import backward_in_progress, modes_active
 from ..version import __version__, release_of
 from . import launch
 from .measurement import Measurement, measure, originals_for
+from .option import MatmulStatus
 from .tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 
 logger = logging.getLogger("nf4_patch")
@@ -98,7 +99,7 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
             found = measured_apart(device, first, last, n, k, configs, originals)
             if found is not None:
                 saved.write(found)
-                logger.info("nf4_patch: %s: %s", size_in_words(*key), outcome(found))
+                logger.info("nf4_patch: %s", status_of(key, found))
         if found is None:
             return None
         measurements[key] = found
@@ -191,20 +192,10 @@ class SavedMeasurement:
         return get_cache_manager(self.key)
 
 
-def size_in_words(device: int, last: int, n: int, k: int) -> str:
-    """Describe the size of a measurement as text: one GPU, weights of n x k, and x of at most ``last`` rows."""
-    return f"GPU {device}, up to {last} rows x {n}x{k}"
+def status_of(key: tuple[int, int, int, int], found: Measurement) -> MatmulStatus:
+    return MatmulStatus(*key, fused=found.config is not None, us=dict(found.us))
 
 
-def outcome(found: Measurement) -> str:
-    """Describe the result of a measurement as text: whether the fused matmul or the original runs, and all times."""
-    times = ", ".join(f"{name} {us:.1f} us" for name, us in found.us.items())
-    return f"{'the fused matmul' if found.config else 'the original'} runs ({times})"
-
-
-def report() -> dict[str, str]:
-    """Return the results of all measurements that this process made or read from disk.
-
-    The keys describe the sizes, and the values describe the results. Both are texts.
-    """
-    return {size_in_words(*key): outcome(found) for key, found in list(measurements.items())}
+def report() -> tuple[MatmulStatus, ...]:
+    """Return the results of all measurements that this process made or read from disk."""
+    return tuple(status_of(key, found) for key, found in list(measurements.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import dataclass
 
 from ..patching.option import Option
 from ..patching.target import LINEAR_4BIT, TESTED_OP, TESTED_UNSLOTH, Target
@@ -14,23 +15,46 @@ MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 MatmulTarget = functools.partial(Target, option="matmul")
 
 
-def report(mode: str | int) -> dict[str, str]:
-    """Return the measurements of this process by size: whether the fused matmul runs, and the times."""
+@dataclass(frozen=True)
+class MatmulStatus:
+    """One measurement of the fused matmul: a weight [out_features, in_features], and x of at most ``rows`` rows."""
+
+    device: int
+    rows: int
+    out_features: int
+    in_features: int
+    fused: bool  # whether the fused matmul was faster, and runs
+    us: dict[str, float]  # median GPU time in us, by the name of the timed function
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in self.us.items())
+        size = f"GPU {self.device}, up to {self.rows} rows x {self.out_features}x{self.in_features}"
+        return f"{size}: {'the fused matmul' if self.fused else 'the original'} runs ({times})"
+
+
+def report(mode: str | int) -> tuple[MatmulStatus, ...]:
+    """Return the measurements that this process made or read from disk."""
     module = sys.modules.get(f"{__package__}.choice")  # choice.py imports torch, so it is not imported here
-    return module.report() if module else {}
+    return module.report() if module else ()
 
 
-def lines(measured: dict[str, str]) -> list[str]:
-    fused = sum(outcome.startswith("the fused matmul") for outcome in measured.values())
-    words = f"matmul: {fused} of {len(measured)} sizes measured on this GPU run fused; status().matmul lists them"
-    return [words] if measured else []
+def lines(measured: tuple[MatmulStatus, ...]) -> list[str]:
+    fused = sum(each.fused for each in measured)
+    return [f"  {fused} of {len(measured)} measured sizes run fused"] if measured else []
+
+
+def used(measured: tuple[MatmulStatus, ...]) -> int:
+    """Return how many products ran in a fused matmul, at any target."""
+    from ..patching.counters import counters
+
+    return sum(counter.hits for (*_, kernel), counter in list(counters.hit_counters.items()) if kernel)
 
 
 MATMUL = Option(
     "NF4_PATCH_MATMUL", ("off", "auto"), "off",
     "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to be faster. "
     "Off by default, because results are as accurate as the original's but not bit-identical.",
-    on="auto",
+    on="auto", fast="auto", calls="products",
     targets=(
         MatmulTarget(
             "bitsandbytes.backends.cuda.ops:_gemm_4bit_kernel_impl", ">= 0.50", TESTED_OP,
@@ -72,5 +96,5 @@ MATMUL = Option(
             patch_copies=True,
         ),
     ),
-    report=report, lines=lines,
+    report=report, lines=lines, used=used,
 )  # fmt: skip

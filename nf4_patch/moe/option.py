@@ -24,7 +24,7 @@ LoadingTarget = functools.partial(Target, uncounted="it loads and saves models")
 EXPERTS = Option(
     "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
     "4bit: transformers' `load_in_4bit` quantizes the experts of a mixture too. Off by default, because the experts lose precision.",
-    on="4bit",
+    on="4bit", calls="reads of experts",
     targets=(
         *(
             Target(

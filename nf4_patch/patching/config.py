@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .option import OPTIONS, SWITCH, Variable
+from .option import FAST, OPTIONS, SWITCH, Variable
 from .option import ConfigError as ConfigError
 
 VARIABLES = (
     Variable(
-        "NF4_PATCH", (*SWITCH,), "",
+        "NF4_PATCH", (*SWITCH, FAST), "",
         "1: turn the patch on without a change of code, when bitsandbytes >= 0.46 or nf4_patch is imported. "
+        "fast: also turn on every option that needs no decision, as `enable(\"fast\")` does. "
         "0: keep the patch off, even if the code calls `enable()`. Unset: the code decides.",
     ),
     Variable("NF4_USE_TRITON", (*SWITCH,), "1", "0: keep the patch off, as NF4_PATCH=0 does. Other projects use this name too."),
     Variable(
         "NF4_PATCH_STRICT", (*SWITCH,), "0",
-        "1: raise an error if a 4-bit weight would fall back to the original function, "
-        "or if a cached weight differs from what its packed bytes decode to.",
+        "1: raise an error if a 4-bit weight would fall back to the original function, if an option that you named does "
+        "nothing, or if a cached weight differs from what its packed bytes decode to.",
         option=True,
     ),
     *OPTIONS.values(),
@@ -71,42 +73,77 @@ def is_worker() -> bool:
 class Config:
     """The values of all variables and options."""
 
-    requested: bool  # NF4_PATCH=1, or true, yes, on
+    requested: bool  # NF4_PATCH=1, or true, yes, on, fast
     forbidden: str  # the result of ``keeps_off``
     strict: bool
     # The keys are those of OPTIONS. A value is "off", another allowed value such as "auto", or a size in bytes.
     options: Mapping[str, str | int]
+    profile: str = ""  # "fast" or ""
+    typed: frozenset[str] = frozenset()  # options that an argument or a variable set, even to "off"
+    # options of the profile that stay off, with ``Option.lacks``
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(
-        cls, environ: Mapping[str, str] | None = None, before: Config | None = None, **arguments: str | int | None
-    ) -> Config:
+        cls, environ: Mapping[str, str] | None = None, before: Config | None = None, profile: str | None = None,
+        **arguments: str | int | None,
+    ) -> Config:  # fmt: skip
         """Return the configuration.
 
-        If ``arguments`` has a value for an option, this value applies. Otherwise the option keeps its value in
-        ``before``. If there is no ``before``, the option's environment variable applies.
+        The value of an option is the argument's. Without an argument, it is the value in ``before``. Without ``before``,
+        it is the environment variable's. ``profile`` sets every option that none of them named.
 
         Args:
             environ: the environment variables, ``os.environ`` by default.
             before: the current configuration, or None if the patch is off.
+            profile: "fast", or None for the profile in force.
             arguments: the values of options, by the option's name. None means that no value is given.
 
         Raises:
-            ConfigError: a variable or an argument has a value that is not allowed. The message lists the allowed values.
+            ConfigError: a variable or an argument has a value that is not allowed, or a typed option needs another
+                release of a library.
         """
         environ = os.environ if environ is None else environ
+        switches = {v.name: v.parse(v.name, environ.get(v.name, "")) for v in VARIABLES if v.argument not in OPTIONS}
+        requested = switches["NF4_PATCH"]
+        if profile is not None:
+            check_profile(profile)
+        chosen = profile or (before.profile if before else requested if requested == FAST else "")
         values: dict[str, Any] = {}
-        for variable in VARIABLES:
-            name, given = variable.argument, arguments.get(variable.argument)
-            if given is None and before is not None and name in before.options:
-                values[variable.name] = before.options[name]
-                continue
-            if given is None:
-                name, given = variable.name, environ.get(variable.name, "")
-            values[variable.name] = variable.parse(name, given)
+        typed, lacking = set(before.typed if before else ()), {}
+        for name, option in OPTIONS.items():
+            where, given = name, arguments.get(name)
+            if given is None and before is None:
+                where, given = option.name, environ.get(option.name, "").strip() or None
+            if given is not None:
+                values[name] = option.parse(where, given)
+                typed.add(name)
+                if values[name] != "off" and (lacks := option.lacks()):
+                    raise ConfigError(f"{where}={given!r} needs {' or '.join(lacks)}, which is not installed")
+            elif before is not None and (name in typed or profile is None):
+                values[name] = before.options[name]
+                if name in before.lacking:
+                    lacking[name] = before.lacking[name]
+            else:
+                values[name] = (option.fast if chosen else "") or "off"
+                if values[name] != "off" and (lacks := option.lacks()):
+                    values[name], lacking[name] = "off", lacks
         return cls(
-            requested=SWITCH.get(values["NF4_PATCH"], False),
+            requested=SWITCH.get(requested, requested == FAST),
             forbidden=keeps_off(environ),
-            strict=SWITCH[values["NF4_PATCH_STRICT"]],
-            options={name: values[variable.name] for name, variable in OPTIONS.items()},
-        )
+            strict=SWITCH[switches["NF4_PATCH_STRICT"]],
+            options=values, profile=chosen, typed=frozenset(typed), lacking=lacking,
+        )  # fmt: skip
+
+
+def check_profile(profile: Any) -> None:
+    """Raise a ConfigError that says what to type, unless ``profile`` is "fast"."""
+    if profile == FAST:
+        return
+    meant = []
+    for name, option in OPTIONS.items():
+        with contextlib.suppress(ConfigError):
+            if (value := option.parse(name, profile)) != "off" and type(profile) is not bool:
+                meant.append(f"{name}={profile!r}" if isinstance(value, int) else f'{name}="{value}"')
+    named = f", or name the option: {', '.join(f'enable({each})' for each in meant)}" if meant else ""
+    raise ConfigError(f'enable({profile!r}) has no meaning. Type enable(), enable("{FAST}"){named}')

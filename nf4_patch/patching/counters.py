@@ -40,6 +40,7 @@ class Counters:
     def __init__(self) -> None:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
+        self.uses: dict[str, HitCounter] = {}  # calls that an option handled, where they are no kernel launches
         self.errors: dict[str, int] = {}  # the count of each kernel failure and internal error, by message
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
@@ -49,6 +50,13 @@ class Counters:
             kernel: the name of the kernel, or "" for the dequantization kernel.
         """
         return self.hit_counters.setdefault((target, tuple(shape), dtype.removeprefix("torch."), kernel), HitCounter())
+
+    def uses_of(self, option: str) -> HitCounter:
+        return self.uses.setdefault(option, HitCounter())
+
+    def anything(self) -> bool:
+        """Return whether any call was counted."""
+        return bool(self.fallbacks) or any(counter.hits for counter in list(self.hit_counters.values()))
 
     def hits(self, target: str) -> int:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
@@ -82,7 +90,7 @@ class Counters:
 
     def reset(self) -> None:
         """Set all counts to zero. Keep the HitCounter objects, because launches hold references to them."""
-        for counter in list(self.hit_counters.values()):
+        for counter in [*self.hit_counters.values(), *self.uses.values()]:
             counter.hits = 0
         self.fallbacks.clear()
         self.errors.clear()

@@ -19,6 +19,7 @@ import wrapt
 
 from .config import Config, unknown_variables
 from .counters import warn_once
+from .effects import say_at_exit
 from .locks import new_lock
 from .placement import Installed, install, installed, is_of_an_earlier_import
 from .switch import switch
@@ -34,12 +35,12 @@ _hooked = False  # whether the import hooks are registered
 _blocks: list[list[Config | None]] = []
 
 
-def enable(**options: Given) -> bool:
+def enable(profile: str | None = None, **options: Given) -> bool:
     """Turn the patch on with these options. See :func:`nf4_patch.enable`."""
     for sentence in unknown_variables():
         warn_once(sentence)
     with lock:
-        config = Config.read(None, switch.config, **options)
+        config = Config.read(None, switch.config, profile, **options)
         if config.forbidden:
             warn_once(f"nf4_patch stays off: {config.forbidden}")
         put_in_force(None if config.forbidden else config)
@@ -56,6 +57,7 @@ def put_in_force(config: Config | None) -> None:
             )
             config = None
         switch.set(config)
+        say_at_exit()
         if config is None:
             for entry in installed.values():
                 if not entry.target.permanent:
@@ -77,7 +79,7 @@ def disable() -> None:
 
 
 @contextmanager
-def block(**options: Given) -> Iterator[None]:
+def block(profile: str | None = None, **options: Given) -> Iterator[None]:
     """Turn the patch on inside a ``with`` block. See :func:`nf4_patch.enabled`.
 
     Several threads may be in such blocks at the same time, and a block may end before a block that was entered later.
@@ -87,7 +89,7 @@ def block(**options: Given) -> Iterator[None]:
         with lock:
             before.append(switch.config)
             _blocks.append(before)
-            enable(**options)
+            enable(profile, **options)
         yield
     finally:
         with lock:

@@ -6,12 +6,14 @@ imports only this module and ``target`` from nf4_patch.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..version import holds, release_of
 from .target import Target
 
 
@@ -73,6 +75,10 @@ class Variable:
         size = "a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"
         return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
+    def word(self, text: str) -> str:
+        """Return the allowed value that ``text`` stands for. An option can accept more words than it lists."""
+        return text
+
     def parse(self, name: str, given: Any) -> Any:
         """Return the value that the user's ``given`` means: one of the allowed values, or a size in bytes.
 
@@ -83,7 +89,7 @@ class Variable:
             ConfigError: ``given`` is not allowed.
         """
         text = str(given).strip()
-        value = text.lower() or self.default
+        value = self.word(text.lower()) or self.default
         shown = repr(given) if isinstance(given, str) else text
         shown = f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'}"
         if value in (*self.allowed, self.default):
@@ -105,12 +111,41 @@ class Option(Variable):
 
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
+    fast: str = ""  # the value in the profile "fast"; "" if the option needs a decision
     targets: tuple[Target, ...] = ()
+    calls: str = ""  # what ``Effect.used`` counts, in words; "" if ``lines`` says all
     # takes the option's current value, and returns the option's field of ``Status``
     report: Callable[[str | int], Any] | None = None
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
+    # takes the report, and returns how many calls the option handled. Without it, kernel launches of ``targets`` count
+    used: Callable[[Any], int] | None = None
+
+    def word(self, text: str) -> str:
+        """Accept "true" (the option's only value besides "off") and "false"."""
+        values = [value for value in self.allowed if value != "off"]
+        if text == "true" and len(values) == 1 and not self.size:
+            return values[0]
+        return "off" if text == "false" else text
+
+    def lacks(self) -> tuple[str, ...]:
+        """Return the releases of which the option needs one, such as "peft >= 0.17". Empty if one is installed.
+
+        A library without metadata, in a checkout on PYTHONPATH for example, counts as installed.
+        """
+        missing: dict[str, None] = {}
+        for target in self.targets:
+            release = release_of(target.library)
+            if release is None:
+                installed = target.library in sys.modules or importlib.util.find_spec(target.library) is not None
+            else:
+                installed = holds(release, target.releases)
+            if installed:
+                return ()
+            missing[f"{target.library} {target.releases}"] = None
+        return tuple(missing)
 
 
+FAST = "fast"  # the profile: every option that needs no decision, with the value ``Option.fast``
 # OPTIONS maps the name of an argument of ``enable`` to its option. nf4_patch/options.py fills OPTIONS when the package
 # is imported.
 OPTIONS: dict[str, Option] = {}

@@ -95,10 +95,21 @@ class Reason(enum.Enum):
         "the fused matmul adds one adapter in bf16 or fp32, with inputs in bf16, a rank that 4 divides and no dropout",
         "use one adapter and a rank of 8, 16, 32 or 64, and generate in evaluation mode",
     )
-    GRAPH_NEW_SHAPE = "the decoder layer has not been called often enough with inputs of this shape to be captured"
+    GRAPH_NEW_SHAPE = (
+        "the decoder layer has not been called often enough with inputs of this shape to be captured",
+        "give batches few lengths, with pad_to_multiple_of=64",
+    )
     GRAPH_NOT_CHECKPOINTED = (
-        "the decoder layer runs without gradient checkpointing, in evaluation mode or without gradients, and without a static cache",
-        'train with gradient_checkpointing=True, and generate with cache_implementation="static"',
+        "the decoder layer trains without gradient checkpointing",
+        "train with gradient_checkpointing=True",
+    )
+    GRAPH_NOT_TRAINING = (
+        "the decoder layer runs in evaluation mode or without gradients, and without a static cache",
+        'generate with cache_implementation="static"',
+    )
+    GRAPH_SLOW_GPU = (
+        "the profile \"fast\" captures no graphs on GPUs before compute capability 8.0, because they do not wait for Python",
+        'call enable("fast", graphs="auto") to capture graphs there',
     )
     GRAPH_CHECKPOINT = (
         "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or is"
@@ -146,3 +157,11 @@ EXPECTED = {
     *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip
+# NOT_MEANT: Reasons for calls that an option is not made for, such as an evaluation, or handles only in part.
+NOT_MEANT = {
+    Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
+    Reason.LORA_INACTIVE, Reason.LORA_OPERANDS, Reason.GRAPH_NOT_TRAINING, Reason.HOOKED, Reason.EXPERT_BLOCKS,
+    Reason.SECOND_PARAMETRIZATION,
+}  # fmt: skip
+# TEMPORARY: Reasons for which a later call of the same layer can be handled. If they are many, the option helps little.
+TEMPORARY = {Reason.GRAPH_NEW_SHAPE, Reason.GRAPH_CHANGED, Reason.GRAPH_STREAM, Reason.GRAPH_BACKWARD}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from ..nf4.runtime import KernelUnavailable, is_out_of_memory
+from . import effects
 from .context import is_compiling, keep_dynamo_out
 from .counters import counters, logger
 from .reasons import WRONG_IN_THE_ORIGINAL, Reason
@@ -52,6 +53,7 @@ class Fallbacks:
 
     def count(self, reason: Reason) -> None:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
+        effects.refused(self.target, reason)
 
     def refuse(self, reason: Reason) -> NoReturn:
         """Count a fallback, but raise an error. The original does not run, because it would compute wrong numbers.

@@ -89,7 +89,7 @@ class ProgressLine:
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth, with bit-identical results."""
+    """Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth."""
     ctx.obj = progress = ProgressLine()
     ctx.call_on_close(progress.clear)
 
@@ -146,13 +146,16 @@ ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.ran
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, as in python -m.")
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as in python -c.")
+@click.option("--fast", is_flag=True, help='Turn on every option that needs no decision, as enable("fast") does.')
 @click.option(
-    "--report", is_flag=True, help="At the end, print hits, fallbacks with their reasons, and advice to stderr."
+    "--report", is_flag=True, help="At the end, print to stderr what ran in the kernel, what each option did, and what to change."
 )
 @click.option("--all-ranks", is_flag=True, help=ALL_RANKS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
+def run(
+    ctx: click.Context, module: bool, code: bool, fast: bool, report: bool, all_ranks: bool, command: tuple[str, ...]
+) -> None:  # fmt: skip
     """Run a command with the patch on, in every Python process that it starts.
 
     COMMAND can be train.py, -m MODULE, python ..., torchrun ..., or accelerate launch ... With --report or --json, each
@@ -166,6 +169,6 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         taken = f" (--json took {file} as its file)" if file else ""
         raise click.UsageError(f"no command to run. Name a script, a command, or a module with -m{taken}")
     try:
-        run.execute([*["-m"] * module, *["-c"] * code, *command], report, file, all_ranks)
+        run.execute([*["-m"] * module, *["-c"] * code, *command], fast, report, file, all_ranks)
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error

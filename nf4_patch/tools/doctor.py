@@ -28,8 +28,8 @@ from ..patching.state import State
 from ..patching.target import Target
 from ..patching.targets import TARGETS
 from ..snapshot import TargetStatus
-from ..version import release_of
-from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
+from ..version import holds, release_of
+from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "

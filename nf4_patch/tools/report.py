@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 import nf4_patch
 
 from ..patching.config import Config
@@ -90,15 +87,6 @@ DISTRIBUTIONS = (
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     """Return the release of each installed distribution. Distributions that are not installed are left out."""
     return {name: release for name in names if (release := release_of(name)) is not None}
-
-
-def holds(release: str, condition: str) -> bool:
-    """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
-
-    A development, post or local release such as "0.50.dev0" counts as its base release "0.50". The release "" means not
-    installed, and meets no specifier.
-    """
-    return bool(release) and SpecifierSet(condition).contains(Version(release).base_version)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:

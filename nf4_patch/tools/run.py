@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import nf4_patch  # with NF4_PATCH=1, this import turns the patch on
 
 from ..patching.config import Config, is_worker, rank
+from ..patching.option import FAST
 from ..snapshot import Status
 
 STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs sitecustomize.py in this folder at its start
@@ -24,12 +25,13 @@ REPORT = "_NF4_PATCH_REPORT"  # environment variable that passes the arguments o
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 
-def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool) -> NoReturn:
+def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_ranks: bool) -> NoReturn:
     """Replace this process by ``command``.
 
     This process's Python runs a script (.py), ``-m MODULE`` or ``-c CODE``. Any other command is a program.
 
     Args:
+        fast: turn on the profile "fast".
         shown, file, all_ranks: see ``report``.
 
     Raises:
@@ -39,8 +41,9 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
         os.stat(command[0])
     if command[0].endswith(".py") or command[0] in ("-m", "-c"):
         command = [sys.executable, *command]
-    if not Config.read().forbidden:
-        os.environ["NF4_PATCH"] = "1"
+    config = Config.read()
+    if not config.forbidden:
+        os.environ["NF4_PATCH"] = FAST if fast or config.profile else "1"
     if shown or file:
         os.environ[REPORT] = json.dumps([shown, file and str(file), all_ranks, f"{os.getpid()}-{time.time_ns()}"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.environ.get("PYTHONPATH"))))
@@ -131,16 +134,13 @@ def of_the_cache(status: Status) -> list[str]:
     A cache with room for half of the weights saves half as many as one with room for all, because it does not replace
     weights: those that are read first stay cached.
     """
-    if status.cache.mode != "off" or not status.weights:
+    if status.cache.mode != "off" or not any(each.weights for each in status.shapes):
         return []
     from ..cache.allocator import allocated  # imports torch, which the run has imported already
 
-    weights = sum(status.weights.values())
-    reads = sum(status.shapes[shape] for shape in status.weights)
-    size = 0
-    for shape, count in status.weights.items():
-        sides, dtype = shape.split()  # "4096x4096 bfloat16"
-        size += count * allocated(math.prod(map(int, sides.split("x"))) * BYTES[dtype])
+    read = [each for each in status.shapes if each.weights]
+    weights, reads = sum(each.weights for each in read), sum(each.hits for each in read)
+    size = sum(each.weights * allocated(math.prod(each.shape) * BYTES[each.dtype]) for each in read)
     saved = 1 - weights / max(reads, 1)
     if saved <= 0:
         return []

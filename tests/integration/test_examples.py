@@ -207,7 +207,7 @@ def test_trl_with_the_callback_and_its_twin(tmp_path):
     assert hits(on) == 2 * LINEARS and not fallbacks(on)
     assert same_training(on, off)
     assert f"counted [{LINEARS}, {2 * LINEARS}," in on["output"]
-    assert f"nf4_patch is on: {2 * LINEARS} in the kernel, 0 fell back" in on["output"]
+    assert f"nf4_patch is on: {2 * LINEARS} dequantizations in the kernel, 0 fell back" in on["output"]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["enabled"] and sum(target["hits"] for target in report["targets"]) == 2 * LINEARS
 

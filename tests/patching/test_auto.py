@@ -157,7 +157,7 @@ def test_every_forward_of_a_4_bit_layer_is_observed_once(gpu, linear_op, monkeyp
     assert len(seen) == (auto.STEPS + 2) * (1 if reentrant is None else 2)  # once for each forward and recompute
     with torch.no_grad():
         model(torch.randn(2, 300, 64, dtype=torch.bfloat16, device=linear_op))
-    assert cache.budget == 0 and "300" in nf4_patch.status().cache.found
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "BATCH" and 300 in nf4_patch.status().cache.numbers
 
 
 def test_steps_inside_a_backward_pass_belong_to_one_training_step(gpu):
@@ -202,7 +202,7 @@ def test_it_gives_back_when_a_decode_runs_out_of_memory(gpu, device):
     weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
     assert budget_after(2) == 9 * GIB
     assert cache.read(weight, full) is None and cache.uncached == {Uncached.WAITING: 1}
-    assert cache.budget == 0 and "out of memory" in nf4_patch.status().cache.found
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "OUT_OF_MEMORY"
     nf4_patch.enable(cache=GIB)
     with pytest.raises(torch.OutOfMemoryError):
         cache.read(weight, full)
@@ -265,7 +265,7 @@ def test_it_gives_back_when_memory_runs_short_or_another_process_comes(gpu, chan
 def test_it_takes_nothing_while_another_process_uses_the_gpu_or_only_the_margin_is_free(gpu, now, later, budget):
     gpu[0].update(now)
     assert budget_after(2) == 0
-    assert ("another process" if "others" in now else "the margin") in nf4_patch.status().cache.found
+    assert ("OTHER_PROCESS" if "others" in now else "MARGIN") == nf4_patch.status().cache.waits
     gpu[0].update(later)
     assert budget_after(2) == budget * GIB
 

@@ -282,6 +282,6 @@ def test_the_status_of_the_cache(linear_op):
     status = nf4_patch.status().cache
     assert (status.mode, status.weights, status.hits, status.misses) == (str(2**20), 1, 1, 1)
     assert list(status.taken.values()) == [ONE]
-    assert "cache 1 MiB: 1 weight, " in str(nf4_patch.status())
+    assert 'cache="1 MiB": 1 weight, ' in str(nf4_patch.status())
     nf4_patch.disable()
     assert not nf4_patch.status().cache.taken

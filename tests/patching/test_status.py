@@ -1,11 +1,10 @@
-"""What status() shows: what was used and what is wrong in full, all other targets in one line; as data, everything."""
+"""What status() shows: what ran, what each option did, and what is wrong; as data, everything."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import re
 
 import bitsandbytes.functional as F
 import pytest
@@ -19,22 +18,14 @@ from nf4_patch.patching import counters, hooks
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.snapshot import CacheStatus, Status, TargetStatus, folded
+from nf4_patch.snapshot import CacheStatus, Status, TargetStatus, WeightStatus
 from nf4_patch.tools import doctor
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 
 
-def rows() -> list[str]:
-    """The lines of the status that name a target, and the one on all others."""
-    return re.findall(r"^  (\S+\.\S+|\d+ more targets?): ", str(nf4_patch.status()), re.MULTILINE)
-
-
-def counts() -> int:
-    """How many targets the line on all others counts; its parts add up to it."""
-    total, kinds = re.search(r"^  (\d+) more targets?: (.*)$", str(nf4_patch.status()), re.MULTILINE).groups()
-    assert int(total) == sum(map(int, re.findall(r"(?:^|, )(\d+) ", kinds)))
-    return int(total)
+def lines() -> list[str]:
+    return str(nf4_patch.status()).split("\n")
 
 
 @pytest.fixture
@@ -42,13 +33,12 @@ def weight(device):
     return F.quantize_4bit(torch.randn(64, 64, device=device), quant_type="nf4", compress_statistics=True)
 
 
-def test_before_the_first_call_every_installed_target_has_a_line(on):
-    assert DEQUANTIZE in rows() and f"{DEQUANTIZE}: patched, 0 hits (installed, never called by eager code)" in str(
-        nf4_patch.status()
-    )
-    never = [t.name for t in nf4_patch.status().targets if t.note == "installed, never called by eager code"]
-    assert rows() == [*never, f"{counts()} more targets"]
-    assert len(never) + counts() == len(TARGETS)
+def test_before_the_first_call_one_line_says_what_is_ready(on):
+    first, second = lines()
+    assert first == "nf4_patch is on: 0 dequantizations in the kernel, 0 fell back"
+    patched = sum(target.state is State.PATCHED for target in nf4_patch.status().targets)
+    assert second.startswith(f"  nothing was called yet; {patched} functions are replaced")
+    assert row(DEQUANTIZE).note == "installed, never called by eager code"
     nf4_patch.enable(cache="1MiB")
     assert row("bitsandbytes.autograd._functions.MatMul4Bit.forward").note == "it only observes"
 
@@ -56,9 +46,11 @@ def test_before_the_first_call_every_installed_target_has_a_line(on):
 def test_afterwards_those_that_were_called(patched, weight):
     for _ in range(3):
         F.dequantize_4bit(*weight)
-    assert rows() == [DEQUANTIZE, f"{len(TARGETS) - 1} more targets"]
-    assert counts() == len(TARGETS) - 1
-    assert f"  {DEQUANTIZE}: patched, 3 hits\n" in str(nf4_patch.status())
+    assert lines() == [
+        "nf4_patch is on: 3 dequantizations in the kernel, 0 fell back", f"  {DEQUANTIZE}: patched, 3 hits"
+    ]  # fmt: skip
+    (shape,) = nf4_patch.status().shapes
+    assert shape == WeightStatus((64, 64), "float32", "", hits=3, weights=0)  # no parameter
 
 
 def test_a_fallback_has_its_line_with_its_reason(on, weight):
@@ -66,20 +58,21 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
     state.absmax = state.absmax.to(torch.float64)
     with contextlib.suppress(Exception):  # whatever bitsandbytes says to such a state
         F.dequantize_4bit(packed, state)
-    assert rows()[0] == DEQUANTIZE
-    assert f"{DEQUANTIZE}: patched, 0 hits (every counted call ran the original)\n    1 x STATE_FIELDS: " in str(
-        nf4_patch.status()
-    )
+    assert lines()[0].endswith(" 0 dequantizations in the kernel, 1 fell back")
+    assert lines()[1] == f"  {DEQUANTIZE}: patched, 0 hits (every counted call ran the original)"
+    assert lines()[2].startswith("    1 x STATE_FIELDS: ")
 
 
-def test_an_expected_reason_has_its_line_and_did_not_fall_back(on):
+def test_calls_of_an_option_are_not_added_to_dequantizations(on):
+    """An expected Reason and another: each in the line of the option, neither in the first."""
     name = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
+    nf4_patch.enable(experts="4bit")
     for reason in (Reason.EXPERT_PARALLEL, Reason.NOT_CUDA, Reason.EXPERT_PARALLEL):
         counters.counters.fall_back(name, reason, strict=False)
-    text = str(nf4_patch.status())
-    assert text.startswith("nf4_patch is on: 0 in the kernel, 1 fell back\n")
-    assert "    2 x EXPERT_PARALLEL: " in text and "    1 x NOT_CUDA: " in text
-    assert row(name).fallbacks == {"EXPERT_PARALLEL": 2, "NOT_CUDA": 1} and nf4_patch.status().fallbacks == 1
+    assert lines()[0] == "nf4_patch is on: 0 dequantizations in the kernel, 0 fell back"
+    assert lines()[1].startswith('  experts="4bit": 0 of 3 reads of experts, because 2 x EXPERT_PARALLEL: ')
+    assert lines()[1].endswith(" (also 1 x NOT_CUDA)") and len(lines()) == 2
+    assert row(name).fallbacks == {"EXPERT_PARALLEL": 2, "NOT_CUDA": 1}
 
 
 def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
@@ -90,7 +83,7 @@ def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
     nf4_patch.enable(cache="auto")
     cache.auto.attempt(lambda: 1 / 0)
     text = str(nf4_patch.status())
-    assert text.startswith("nf4_patch is on: 2 in the kernel, 1 fell back\n")
+    assert text.startswith("nf4_patch is on: 2 dequantizations in the kernel, 1 fell back\n")
     assert "  nf4_patch.dequantize_nf4: own, 2 hits\n  cache.auto: own, 0 hits\n    1 x INTERNAL_ERROR: " in text
     assert "  error: ZeroDivisionError: division by zero" in text
     assert [(t.name, t.hits) for t in nf4_patch.status().targets[len(TARGETS) :]] == [
@@ -103,37 +96,33 @@ def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
 
 
 @pytest.mark.parametrize("state", State, ids=str)
-def test_every_state_is_a_line_or_counted(state):
-    target = TargetStatus(DEQUANTIZE, state)
-    used = TargetStatus("transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm", State.PATCHED, 1)
-    shown, rest = folded([target, used])
-    assert (target in shown) == (state in (State.WRAPPED, State.DISPLACED, State.REFUSED))
-    assert rest.startswith("1 more target: 1 ") == (target not in shown)
+def test_a_state_that_needs_attention_is_a_line(state):
+    name = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
+    text = str(Status(True, (TargetStatus(DEQUANTIZE, State.PATCHED, 1), TargetStatus(name, state))))
+    assert (name in text) == (state in (State.WRAPPED, State.DISPLACED, State.REFUSED))
     assert f"{state}" == state.value == json.loads(json.dumps(state))
 
 
-def test_as_data_nothing_is_folded(on):
+def test_as_data_nothing_is_left_out(on):
     data = json.loads(json.dumps(nf4_patch.status().as_dict()))
     assert [target["name"] for target in data["targets"]] == [target.name for target in TARGETS]
     assert {target["state"] for target in data["targets"]} <= {state.value for state in State}
-    assert (
-        data["targets"][0]["state"] == "patched"
-        and data["targets"][0]["note"] == "installed, never called by eager code"
-    )
+    assert data["targets"][0]["state"] == "patched" and data["targets"][0]["message"] == ""
+    assert data["options"]["lora"] == {"value": "off", "typed": False, "lacks": [], "used": 0, "refused": {}}
 
 
 @pytest.mark.parametrize(
     ("cache", "text"),
-    [(CacheStatus("auto"), "cache auto: empty"),
+    [(CacheStatus("auto"), 'cache="auto": empty'),
      (CacheStatus(str(6 * 2**30), {0: 2**30}, 28, 56, 28, compiled=28),
-      "cache 6 GiB: 28 weights (28 for compiled layers), 1 GiB on device 0; 56 of 84 reads served"),
+      'cache="6 GiB": 28 weights (28 for compiled layers), 1 GiB on device 0; 56 of 84 reads served'),
      (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, -1: 2**20}, 1, 2, 3),
-      "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on the CPU; 2 of 5 reads served"),
+      'cache="6 GiB": 1 weight, 1.5 GiB on device 0, 1 MiB on the CPU; 2 of 5 reads served'),
      (CacheStatus("auto", uncached={"WAITING": 2}), f"    2 x not cached: WAITING: {Uncached.WAITING.value}")],
 )  # fmt: skip
 def test_sizes_are_printed_as_people_write_them(cache, text):
-    assert text in str(Status(True, (), {}, (), cache))
-    assert "off (" not in str(Status(False, (), {}, (), cache))
+    assert text in str(Status(True, (), cache=cache))
+    assert "off (" not in str(Status(False, (), cache=cache))
 
 
 # What a user is told in warnings, and in doctor.
