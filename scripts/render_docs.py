@@ -237,7 +237,7 @@ def sample_of_doctor() -> str:
     """Return the first lines of ``nf4-patch doctor`` for the GPU and the releases of a measured step."""
     gpu, machine = itemgetter("gpu", "machine")(records("recipe")[0])
     installed = {name: release for name, release in machine["releases"].items() if not name.startswith("unsloth")}
-    lines = doctor.lines_to_type(installed, False, [divmod(int(machine["capability"]), 10)])
+    lines = doctor.lines_to_type(installed, [divmod(int(machine["capability"]), 10)])
     text = "\n".join(doctor.DoctorReport("", installed, [], "", [], [], [], lines).render())
     return f"On an {gpu} it says:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
 

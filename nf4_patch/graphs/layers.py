@@ -32,7 +32,7 @@ from .capture import Environment, GraphedLayer, Task, alias_of, swapped
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
-from .option import GraphsStatus
+from .option import WAIT_FOR_PYTHON, GraphsStatus
 from .pool import Pool, Refusal
 
 SIGHTINGS = 2  # eager calls before the first capture
@@ -430,6 +430,12 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
     return None
 
 
+def is_slow(device: int) -> bool:
+    """Return whether the profile "fast" leaves this GPU without graphs, because it does not wait for Python."""
+    config: Any = switch.config
+    return device >= 0 and runtime.capability_of(device) < WAIT_FOR_PYTHON and "graphs" not in config.typed
+
+
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
@@ -524,6 +530,8 @@ def graphed(target: Target, original: Function) -> Function:
         shape = graphs.shape_of(key)
         graph = shape.of(self)
         if graph is None:
+            if is_slow(x.get_device()):
+                return Reason.GRAPH_SLOW_GPU
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ..patching.option import Option
 from ..patching.target import Target
 
+WAIT_FOR_PYTHON = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
+
 
 @dataclass(frozen=True)
 class GraphsStatus:

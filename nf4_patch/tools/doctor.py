@@ -8,7 +8,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ import torch
 import nf4_patch
 
 from ..adapters import unsloth as unsloth_adapter
+from ..graphs.option import WAIT_FOR_PYTHON
 from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
 from ..options import OPTIONS
 from ..patching.config import VARIABLES, Config, options_set, unknown_variables
-from ..patching.option import size_in_words
+from ..patching.option import FAST, size_in_words
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.target import Target
@@ -34,12 +35,11 @@ from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases,
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
     "(the kernel itself is as exact in bf16 as in fp16). transformers ignores that dtype for a checkpoint that is already in "
-    'bf16 and 4 bits: use enable(lora="fused") and fp16=True there'
+    'bf16 and 4 bits: use enable("fast") and fp16=True there'
 )
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are only counted, not listed
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
-FAST = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
 SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
@@ -70,15 +70,24 @@ class Gpu:
 
 
 @dataclass
+class Judged:
+    """The state that a target would have in a training run on this machine, and why."""
+
+    name: str
+    state: State
+    note: str = ""
+
+
+@dataclass
 class DoctorReport(Report):
     machine: str
     releases: dict[str, str]
     gpus: list[Gpu]
     no_gpu: str  # why no GPU can be used, "" if one can
-    targets: list[TargetStatus]  # the state that each target would have, with the reason in its note
+    targets: list[Judged]
     limits: list[str]  # which calls of patched targets do not get faster, and what to do
     variables: list[str]  # the NF4_* variables that are set, with remarks
-    lines: dict[str, str] = field(default_factory=dict)  # the line to type, by training library
+    lines: dict[str, str] = field(default_factory=dict)  # the line to type, by what it is for
     verbose: bool = False  # show every target and kernel
 
     def problems(self) -> list[str]:
@@ -157,45 +166,32 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     releases = installed_releases()
     gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
     targets, limits = examine_targets(unsloth, config, tell)
-    lines = lines_to_type(releases, bool(limits), [gpu.capability for gpu in gpus])
+    lines = lines_to_type(releases, [gpu.capability for gpu in gpus])
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
     )  # fmt: skip
 
 
-def lines_to_type(
-    releases: dict[str, str], unsloth_keeps: bool, capabilities: Sequence[tuple[int, int]]
-) -> dict[str, str]:
-    """Return the line of code that the user should type, for each installed training library.
+def lines_to_type(releases: dict[str, str], capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """Return the lines of code that the user should type.
 
     Args:
-        unsloth_keeps: whether Unsloth's layers run Unsloth's own kernel instead of nf4_patch's.
-        capabilities: compute capability of each GPU. CUDA graphs are suggested only for a GPU that is so fast that it
-            waits for Python. A T4 does not wait.
+        capabilities: compute capability of each GPU. Batches of few lengths are suggested only for a GPU that is so fast
+            that it waits for Python, because CUDA graphs need them.
     """
 
     def has(name: str, condition: str) -> bool:
         return name in releases and holds(releases[name], condition)
 
-    line = "nf4_patch.enable({})".format
-    lines = {"peft, TRL": line("")} if has("peft", "") else {}
-    graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
-    faster = 'lora="fused", graphs="auto"' if graphs else 'lora="fused"'
-    if has("peft", ">= 0.17"):
-        lines["peft, TRL, faster"] = line(faster)
-        if graphs:
-            lines["also in SFTConfig"] = SETTINGS
-    if has("unsloth", ""):
-        cached = (
-            line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"
-        )
-        lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
-        if graphs and has("unsloth", ">= 2026.10"):
-            lines["Unsloth, faster"] = line('graphs="auto"')
+    lines = {"to train faster": f'nf4_patch.enable("{FAST}")', "or with the same bits": "nf4_patch.enable()"}
+    if has("transformers", ">= 4.53") and any(capability >= WAIT_FOR_PYTHON for capability in capabilities):
+        lines["also in SFTConfig"] = SETTINGS
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
-        line(f'experts="4bit", {faster}') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
+        f'nf4_patch.enable("{FAST}", experts="4bit")'
+        if fits
+        else "upgrade to transformers 5.17, peft 0.17 or newer"
     )
     return lines
 
@@ -246,7 +242,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
     return gpu
 
 
-def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
+def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[Judged], list[str]]:
     """Import the libraries and enable the patch for a moment.
 
     Return the status of each target, and sentences about calls that would not get faster.
@@ -274,8 +270,8 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
     return judged, list(dict.fromkeys(limits))
 
 
-def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
-    """Return the status that a target would have in a training run on this machine. The status's note says why.
+def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> Judged:
+    """Judge the state that a target would have in a training run on this machine.
 
     Args:
         release: the installed release of the target's library, or "".
@@ -302,7 +298,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
         (True, status.state, ""),
     )
     state, why = next((state, why) for is_so, state, why in cases if is_so)
-    return replace(status, state=state, note=why)
+    return Judged(target.name, state, why)
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:

@@ -143,7 +143,8 @@ def test_every_option_is_an_argument_and_a_gate():
     """One row of the table is all that an option is, besides its word in the two signatures."""
     for function in (nf4_patch.enable, nf4_patch.enabled):
         arguments = inspect.signature(function).parameters
-        assert [*arguments] == [*OPTIONS] and {argument.default for argument in arguments.values()} == {None}
+        assert [*arguments] == ["profile", *OPTIONS] and {argument.default for argument in arguments.values()} == {None}
+        assert {arguments[name].kind for name in OPTIONS} == {inspect.Parameter.KEYWORD_ONLY}
     assert (
         switch.gates.keys() == {"", "always", *OPTIONS} and {target.option for target in TARGETS} <= switch.gates.keys()
     )
@@ -196,7 +197,7 @@ def test_sizes_of_the_cache(given, read, words):
 
 SIZES = r"is not allowed. Allowed: off, auto, a size \(6GiB or 6G .*, or {unset}"
 REFUSED = {  # an option: what it is given, and what the error says
-    "matmul": [(given, "is not allowed. Allowed: off, auto, or {unset}") for given in (True, 1, "always", ("auto",))],
+    "matmul": [(given, "is not allowed. Allowed: off, auto, or {unset}") for given in (1, "always", ("auto",))],
     "experts": [(given, "is not allowed. Allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
     "cache": [
         *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
@@ -381,7 +382,7 @@ def test_the_literals_of_enable_are_the_values_of_the_table():
     hints = typing.get_type_hints(nf4_patch.enable)
     assert hints == typing.get_type_hints(nf4_patch.enabled.__wrapped__) | {"return": bool}
     for name, variable in OPTIONS.items():
-        allowed = [str, int] if variable.size else [typing.Literal[variable.allowed]]
+        allowed = [str, int] if variable.size else [typing.Literal[variable.allowed], bool]
         assert hints[name] == typing.Union[(*allowed, None)], name
 
 

@@ -128,7 +128,7 @@ READY, LIMITED, NOT_READY = "Ready", "Ready, with limits", "Not ready"
 
 
 def rows(*states, note="why"):
-    return [TargetStatus(target.name, state, note=note) for target, state in zip(TARGETS, states, strict=False)]
+    return [doctor.Judged(target.name, state, note) for target, state in zip(TARGETS, states, strict=False)]
 
 
 # What differs from a machine on which everything works; the verdict, and the lines that begin with it.
@@ -166,49 +166,31 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
     assert sum(str(line).startswith(f"{outcome}: ") for line in report.render()) == len(verdicts)
 
 
-FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
-IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
-CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit", lora="fused", graphs="auto")'
+IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
+PACKED, UPGRADE = 'nf4_patch.enable("fast", experts="4bit")', "upgrade to transformers 5.17, peft 0.17 or newer"
 
 
 @pytest.mark.parametrize(
-    ("changes", "unsloth_keeps", "unsloth", "experts"),
+    ("changes", "capabilities", "settings", "experts"),
     [
-        ({}, True, CACHED, PACKED),
-        ({"torch": "2.10.1+cu128"}, True, "no option helps before PyTorch 2.11: upgrade PyTorch", PACKED),
-        ({}, False, "nf4_patch.enable()", PACKED),  # UNSLOTH_BNB_TRITON=0, and before 2026.10
-        ({"transformers": "5.5.0"}, True, CACHED, "upgrade to transformers 5.17, peft 0.17 or newer"),
+        ({}, [(9, 0)], IN_TRL, PACKED),
+        ({}, [(7, 5), (8, 0)], IN_TRL, PACKED),
+        ({}, [(7, 5)], None, PACKED),  # a T4 does not wait for Python
+        ({}, [], None, PACKED),
+        ({"transformers": "5.5.0"}, [(9, 0)], IN_TRL, UPGRADE),
+        ({"transformers": "4.51.3"}, [(9, 0)], None, UPGRADE),
+        ({"peft": "0.15.2"}, [(9, 0)], IN_TRL, UPGRADE),
     ],
 )
-def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
-    lines = doctor.lines_to_type(LINES | changes, unsloth_keeps, [(9, 0)])
-    assert lines.pop("peft, TRL, faster") == GRAPHED and lines.pop("also in SFTConfig") == IN_TRL
-    assert lines.pop("Unsloth, faster") == 'nf4_patch.enable(graphs="auto")'
-    assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth, "mixtures of experts": experts}
+def test_doctor_says_the_line_to_type(changes, capabilities, settings, experts):
+    lines = doctor.lines_to_type(LINES | changes, capabilities)
+    assert lines["to train faster"] == 'nf4_patch.enable("fast")'
+    assert lines["or with the same bits"] == "nf4_patch.enable()"
+    assert lines.get("also in SFTConfig") == settings and lines["mixtures of experts"] == experts
     report = dataclasses.replace(WORKS, lines=lines)
-    assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
+    assert '  to train faster:        nf4_patch.enable("fast")' in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
-
-
-@pytest.mark.parametrize(
-    ("changes", "capabilities", "line"),
-    [
-        ({}, [(9, 0)], GRAPHED),
-        ({}, [(7, 5), (8, 0)], GRAPHED),
-        ({}, [(7, 5)], FUSED),  # a T4 does not wait for Python
-        ({}, [], FUSED),
-        ({"transformers": "4.51.3"}, [(9, 0)], FUSED),
-        ({"peft": "0.15.2"}, [(9, 0)], None),
-    ],
-)
-def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
-    """With the libraries that ``lora="fused"`` and ``graphs="auto"`` need."""
-    typed = doctor.lines_to_type(LINES | changes, False, capabilities)
-    assert typed.get("peft, TRL, faster") == line and ("also in SFTConfig" in typed) == (line == GRAPHED)
-    assert ("Unsloth, faster" in typed) == (line not in (FUSED, None) or "peft" in changes)
-    mixtures = line and line.replace("enable(", 'enable(experts="4bit", ')
-    assert typed["mixtures of experts"] == mixtures or "transformers" in changes or "peft" in changes
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):

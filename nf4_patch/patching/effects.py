@@ -1,0 +1,150 @@
+"""What each option did in this process: how many calls it handled, and why not the others.
+
+A target that belongs to two options counts for its first option while that is on or was used, otherwise for the second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .config import is_worker, rank
+from .counters import FallbackError, counters, logger
+from .option import OPTIONS, Option, size_in_words
+from .reasons import NOT_MEANT, TEMPORARY, Reason
+from .switch import switch
+from .target import Target
+
+# After so many refused calls of one target for one Reason, the log says what the option did so far.
+SOON, LATE = 100, 10_000  # LATE: for Reasons in TEMPORARY and NOT_MEANT
+_said: set[str] = set()  # options whose effect was logged
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an option did in this process. ``status().options`` has one for each option."""
+
+    value: str | int = "off"  # the current value; a size is in bytes
+    typed: bool = False  # whether an argument or a variable set the value. If not, it is the profile's or the default
+    lacks: tuple[str, ...] = ()  # releases of which the option needs one; then the profile leaves the option off
+    used: int = 0  # calls that the option handled
+    refused: dict[str, int] = field(default_factory=dict)  # calls that ran the original, by the Reason's name
+
+    @property
+    def calls(self) -> int:
+        return self.used + sum(self.refused.values())
+
+    @property
+    def helps_little(self) -> bool:
+        """Return whether most calls that the option is meant for ran the original. Of a typed option, every call counts."""
+        meant = sum(n for name, n in self.refused.items() if Reason[name] not in NOT_MEANT)
+        idle = self.typed and not self.used and counters.anything()
+        return self.value != "off" and (idle or meant > self.used)
+
+
+def effects() -> dict[str, Effect]:
+    """Return what each option did so far."""
+    config, found = switch.config, {}
+    for name, option in OPTIONS.items():
+        used, refused = counted(name, option)
+        typed, lacks = (name in config.typed, config.lacking.get(name, ())) if config else (False, ())
+        found[name] = Effect(switch.value(name), typed, lacks, used, refused)
+    return found
+
+
+def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
+    """Return how many calls an option handled, and how many it refused by the Reason's name."""
+    targets = {target.name for each in OPTIONS.values() for target in each.targets if owner(target) == name}
+    refused: Counter[str] = Counter()
+    for (target, reason), count in list(counters.fallbacks.items()):
+        if target in targets:
+            refused[reason.name] += count
+    if option.used is not None and option.report is not None:
+        used = option.used(option.report(switch.value(name)))
+    elif name in counters.uses:
+        used = counters.uses[name].hits
+    else:
+        used = sum(map(counters.hits, targets))
+    # A backward that cannot replay belongs to a forward that did.
+    return max(used - refused[Reason.GRAPH_BACKWARD.name], 0), {k: n for k, n in refused.most_common() if n}
+
+
+def owner(target: Target) -> str:
+    """Return the option for which the target's calls count, or "" for a target that is replaced without any option."""
+    first, second = target.option, target.or_option
+    if second and not switch.gates[first].on and not (first in counters.uses and counters.uses[first].hits):
+        return second
+    return first if first in OPTIONS else ""
+
+
+def line(name: str, effect: Effect) -> str:
+    """Describe an effect: how many calls, why not the others, and what to do. Both the status and the log say it."""
+    option = OPTIONS[name]
+    if effect.lacks:
+        return f'{name}="{option.fast}": off, because it needs {" or ".join(effect.lacks)}, which is not installed'
+    words = size_in_words(effect.value) if isinstance(effect.value, int) else effect.value
+    head = f'{name}="{words}": '
+    if not effect.calls:
+        return f"{head}no {option.calls} yet"
+    head += f"{effect.used:,} of {effect.calls:,} {option.calls}"
+    ranked = sorted(effect.refused.items(), key=lambda item: (Reason[item[0]] in NOT_MEANT, -item[1]))
+    if not ranked:
+        return head
+    first, *others = ranked
+    if effect.used > effect.calls / 2:
+        return f"{head} ({', '.join(f'{count:,} x {reason}' for reason, count in ranked)})"
+    also = f" (also {', '.join(f'{count:,} x {reason}' for reason, count in others)})" if others else ""
+    return f"{head}, because {first[1]:,} x {explain(first[0])}{also}"
+
+
+def explain(name: str) -> str:
+    """Return a Reason's name with its sentence and advice."""
+    reason = Reason[name]
+    return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
+
+
+@functools.cache
+def targets_by_name() -> dict[str, Target]:
+    return {target.name: target for option in OPTIONS.values() for target in option.targets}
+
+
+def refused(target: str, reason: Reason) -> None:
+    """Note that an option refused a call. After many such calls, the log says once what the option did so far.
+
+    Raises:
+        FallbackError: with NF4_PATCH_STRICT=1, if the user named the option, and it has not handled any call.
+    """
+    row = targets_by_name().get(target)
+    if row is None or row.option not in OPTIONS or not switch.gates[row.option].on:
+        return
+    lasting = reason not in TEMPORARY and reason not in NOT_MEANT
+    if counters.fallbacks[target, reason] == (SOON if lasting else LATE):
+        say(row.option)
+    elif lasting and switch.strict and switch.config is not None and row.option in switch.config.typed:
+        effect = effects()[row.option]
+        if not effect.used:
+            raise FallbackError(f"{line(row.option, effect)} (NF4_PATCH_STRICT=1)")
+
+
+def say(name: str) -> None:
+    """Log what an option did, if that is little. Each option is logged once, and not by other ranks or workers."""
+    effect = effects()[name]
+    if OPTIONS[name].calls and name not in _said and effect.helps_little and rank() in ("", "0") and not is_worker():
+        _said.add(name)
+        logger.warning("nf4_patch: %s", line(name, effect))
+
+
+@functools.cache
+def say_at_exit() -> None:
+    """Log the effect of each option when this process ends, if that was little."""
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:  # not in a fork
+            for name in OPTIONS:
+                say(name)
+
+    atexit.register(end)
