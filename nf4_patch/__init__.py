@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import options as options
 from .version import __version__ as __version__
@@ -48,10 +48,10 @@ TYPES = {
     "Status": ".snapshot",
 }  # fmt: skip
 Profile = Literal["fast"]
-Matmul = Union[Literal["off", "auto"], bool]
-Experts = Union[Literal["off", "4bit"], bool]
-Lora = Union[Literal["off", "fused"], bool]
-Graphs = Union[Literal["off", "auto"], bool]
+Matmul = Literal["off", "auto"] | bool
+Experts = Literal["off", "4bit"] | bool
+Lora = Literal["off", "fused"] | bool
+Graphs = Literal["off", "auto"] | bool
 
 
 def __getattr__(name: str) -> Any:
@@ -106,9 +106,7 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(
-        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs
-    )
+    return hooks.enable(profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs)
 
 
 def disable() -> None:

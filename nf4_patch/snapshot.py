@@ -101,7 +101,7 @@ class Status:
         on = "on" if self.enabled else f"off ({self.forbidden})" if self.forbidden else "off"
         lines = [f"nf4_patch is {on}: {self.dequantizations} dequantizations in the kernel, {self.fallbacks} fell back"]
         for target in self.targets:
-            if is_core(target) and target.calls or target.state in TROUBLES:
+            if (is_core(target) and target.calls) or target.state in TROUBLES:
                 note = f" ({target.note})" if target.note else ""
                 lines.append(f"  {target.name}: {target.state}, {target.hits} hits{note}")
                 if is_core(target):
@@ -166,11 +166,12 @@ def status() -> Status:
             targets[name] = own
     hits: Counter[tuple[tuple[int, ...], str, str]] = Counter()
     addresses: dict[tuple[tuple[int, ...], str, str], set[int]] = {}
-    for (_, *key), counter in list(counters.hit_counters.items()):
-        shape, dtype, kernel = key
+    for (_, shape, dtype, kernel), counter in list(counters.hit_counters.items()):
         hits[shape, dtype, kernel] += counter.hits
         addresses.setdefault((shape, dtype, kernel), set()).update(counter.addresses)
-    shapes = tuple(WeightStatus(*key, hits=count, weights=len(addresses[key])) for key, count in hits.most_common() if count)
+    shapes = tuple(
+        WeightStatus(*key, hits=count, weights=len(addresses[key])) for key, count in hits.most_common() if count
+    )
     reports = {name: option.report(switch.value(name)) for name, option in OPTIONS.items() if option.report}
     return Status(
         switch.on, tuple(targets.values()), shapes, tuple(counters.errors), options=effects(), forbidden=keeps_off(), **reports

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from ..cache.store import cache
 from ..matmul.product import FusedMatmul
 from ..patching.context import casts
+from ..patching.counters import warn_once
 from ..patching.dequantizer import Dequantizer, served
 from ..patching.quant_state import cpu_packing_or, linear_weight
 from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
+
+COMPUTES_IN_FP32 = (
+    "nf4_patch: 4-bit layers compute in fp32, which is slow. load_in_4bit=True alone means fp32: also set "
+    "bnb_4bit_compute_dtype=torch.bfloat16 in BitsAndBytesConfig (torch.float16 on a T4)"
+)
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
@@ -54,6 +61,8 @@ def dequant_linear(target: Target, original: Function) -> Function:
         packed = linear_weight(
             A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
         )
+        if A.dtype is torch.float32:
+            warn_once(COMPUTES_IN_FP32)
         missed = None
         if gate.on and not casts(A):
             result = multiply(A, packed, bias)

@@ -253,7 +253,7 @@ class Cache(dequantizer.Reader):
         try:
             with torch.inference_mode(False):  # training may read this dense copy after generation decoded it
                 result = decode(weight)
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             if self.auto is None:
                 raise
             self.auto.wait(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself

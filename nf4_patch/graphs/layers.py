@@ -58,6 +58,14 @@ CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
 # CHECKPOINTS: Python modules and names of the checkpoint functions that a replay can replace
 UNSLOTHS = UNSLOTH, "unsloth_checkpoint"
 CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
+WRONG_TOKENS = (
+    "nf4_patch: generate() in training mode with gradient checkpointing gives wrong tokens, because transformers then ignores "
+    "the cache of keys and values: call model.eval() before generate()"
+)
+WRONG_GRADIENTS = (
+    "nf4_patch: a reentrant checkpoint over layers that share keys and values gives wrong gradients: set "
+    'gradient_checkpointing_kwargs={"use_reentrant": False}'
+)
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
@@ -436,6 +444,21 @@ def is_slow(device: int) -> bool:
     return device >= 0 and runtime.capability_of(device) < WAIT_FOR_PYTHON and "graphs" not in config.typed
 
 
+def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn once of two settings with which transformers itself computes wrong results. Called before layers run eagerly."""
+    if not (layer.gradient_checkpointing and layer.training):
+        return
+    if not torch.is_grad_enabled():
+        drops_cache = not getattr(layer, "_can_checkpoint_with_cache", False)
+        cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
+        if drops_cache and cached and args and isinstance(args[0], Tensor) and args[0].shape[1:2] == (1,):
+            warn_once(WRONG_TOKENS)
+        return
+    shares = getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False) and kwargs.get("shared_kv_states")
+    if shares and checkpoint_options(layer._gradient_checkpointing_func).get("use_reentrant"):
+        warn_once(WRONG_GRADIENTS)
+
+
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
@@ -511,6 +534,7 @@ def graphed(target: Target, original: Function) -> Function:
         cache_name, static_cache = static_cache_of(self, kwargs)
         reason = why_not(self, args, static_cache is not None)
         if reason is not None:
+            warn_of_wrong_results(self, args, kwargs)
             return reason
         tensors: list[Tensor] = []
         environment, x = Environment.current(), args[0]
@@ -523,6 +547,7 @@ def graphed(target: Target, original: Function) -> Function:
             mode = x.requires_grad and static_cache is None, reentrant
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
+            warn_of_wrong_results(self, args, kwargs)
             return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
         pool = graphs.pools.get(x.get_device())
         if pool is not None and stream_of(pool.device) != pool.replay_stream:

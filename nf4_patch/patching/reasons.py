@@ -108,7 +108,7 @@ class Reason(enum.Enum):
         'generate with cache_implementation="static"',
     )
     GRAPH_SLOW_GPU = (
-        "the profile \"fast\" captures no graphs on GPUs before compute capability 8.0, because they do not wait for Python",
+        'the profile "fast" captures no graphs on GPUs before compute capability 8.0, because they do not wait for Python',
         'call enable("fast", graphs="auto") to capture graphs there',
     )
     GRAPH_CHECKPOINT = (

@@ -148,7 +148,9 @@ ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.ran
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as in python -c.")
 @click.option("--fast", is_flag=True, help='Turn on every option that needs no decision, as enable("fast") does.')
 @click.option(
-    "--report", is_flag=True, help="At the end, print to stderr what ran in the kernel, what each option did, and what to change."
+    "--report",
+    is_flag=True,
+    help="At the end, print to stderr what ran in the kernel, what each option did, and what to change.",
 )
 @click.option("--all-ranks", is_flag=True, help=ALL_RANKS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

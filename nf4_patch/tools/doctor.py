@@ -189,9 +189,7 @@ def lines_to_type(releases: dict[str, str], capabilities: Sequence[tuple[int, in
         lines["also in SFTConfig"] = SETTINGS
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
     lines["mixtures of experts"] = (
-        f'nf4_patch.enable("{FAST}", experts="4bit")'
-        if fits
-        else "upgrade to transformers 5.17, peft 0.17 or newer"
+        f'nf4_patch.enable("{FAST}", experts="4bit")' if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
     )
     return lines
 

@@ -19,8 +19,7 @@ from nf4_patch.nf4.dequantize import reference
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.version import holds
-from nf4_patch.version import release_of
+from nf4_patch.version import holds, release_of
 
 bnb = pytest.importorskip("bitsandbytes")
 BITSANDBYTES = tuple(map(int, metadata.version("bitsandbytes").split(".")[:2]))

@@ -1604,7 +1604,7 @@ def test_generation_without_a_static_cache():
     counters.reset()
     with nf4_patch.enabled(graphs="auto"):
         rollouts(model)
-    assert counters.fallbacks[TARGET, Reason.GRAPH_NOT_CHECKPOINTED] == 3 * 4 * 12
+    assert counters.fallbacks[TARGET, Reason.GRAPH_NOT_TRAINING] == 3 * 4 * 12
 
 
 def test_a_static_cache_that_moves():
@@ -1707,7 +1707,7 @@ def test_reasons():
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
         cases: dict[Reason, Any] = {
-            Reason.GRAPH_NOT_CHECKPOINTED: torch.no_grad(),
+            Reason.GRAPH_NOT_TRAINING: torch.no_grad(),
             Reason.GRAPH_MODE: torch.autograd.set_detect_anomaly(True, check_nan=False),
         }
         for reason, context in cases.items():

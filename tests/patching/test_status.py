@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 
+import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 from target import row
 
 import nf4_patch
+from nf4_patch.adapters.bitsandbytes import COMPUTES_IN_FP32
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import cache
 from nf4_patch.patching import counters, hooks
@@ -167,3 +169,22 @@ def test_what_keeps_the_patch_off_is_named(variable, others, on, monkeypatch, sa
     assert f"nf4_patch stays off: {variable}=0" in said()
     assert str(nf4_patch.status()).startswith(f"nf4_patch is off ({variable}=0): ")
     assert f"{variable}=0 keeps the patch off" in doctor.examine().problems()
+
+
+def test_load_in_4bit_alone_computes_in_fp32(linear_op, caplog):
+    """The compute dtype that transformers takes without bnb_4bit_compute_dtype."""
+    transformers = pytest.importorskip("transformers")
+    assert transformers.BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_compute_dtype is torch.float32
+    counters.warn_once.cache_clear()
+    nf4_patch.enable()
+    for dtype, slow in ((torch.bfloat16, False), (torch.float32, True)):
+        layer = (
+            bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=dtype)
+            .to(torch.bfloat16)
+            .to(linear_op)
+        )
+        x = torch.randn(600, 128, dtype=torch.bfloat16, device=linear_op)
+        for _ in range(2):
+            assert layer(x).dtype is torch.bfloat16
+        said = [record.getMessage() for record in caplog.records]
+        assert said.count(COMPUTES_IN_FP32) == slow
