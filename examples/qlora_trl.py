@@ -29,15 +29,15 @@ parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 require_triton(parser)
-options, switches = {}, {}
+profile, switches = None, {}
 if args.recipe:
-    options = {"lora": "fused", "graphs": "auto", "cache": "auto"}
+    profile = "fast"
     switches = {"use_liger_kernel": True, "pad_to_multiple_of": 64}
     require_liger(parser)
     if not torch.cuda.is_available():
         del switches["use_liger_kernel"]  # Liger's kernels need a GPU
 
-import nf4_patch; nf4_patch.enable(**options)  # fmt: skip  # the one line
+import nf4_patch; nf4_patch.enable(profile)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
