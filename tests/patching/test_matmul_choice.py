@@ -17,6 +17,7 @@ from oracle import layout_of, quantized
 import nf4_patch
 from nf4_patch.matmul import choice, launch, measurement, product
 from nf4_patch.matmul.measurement import Measurement
+from nf4_patch.matmul.option import MatmulStatus
 from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching import placement
@@ -468,15 +469,17 @@ def test_an_input_that_requires_a_gradient_measures_nothing(monkeypatch, require
 
 
 def test_status_lists_what_was_measured(machine):
-    assert nf4_patch.status().matmul == {}
+    assert nf4_patch.status().matmul == ()
     machine.configs(3, 8)
     machine.answer = lambda configs: Measurement(None, {"fused matmul": 30.0, "dequantize + matmul": 20.0})
     machine.configs(64)
     found = nf4_patch.status()
-    times = "(fused matmul 10.0 us, dequantize + matmul 20.0 us)"
-    assert found.matmul["GPU 0, up to 4 rows x 4096x4096"] == f"the fused matmul runs {times}"
-    assert found.matmul["GPU 0, up to 64 rows x 4096x4096"].startswith("the original runs (fused matmul 30.0 us")
-    assert "matmul: 2 of 3 sizes measured on this GPU run fused" in str(found)
+    by_rows = {each.rows: each for each in found.matmul}
+    times = {"fused matmul": 10.0, "dequantize + matmul": 20.0}
+    assert by_rows[4] == MatmulStatus(0, 4, 4096, 4096, fused=True, us=times)
+    assert not by_rows[64].fused and by_rows[64].us["fused matmul"] == 30.0
+    words = "GPU 0, up to 4 rows x 4096x4096: the fused matmul runs (fused matmul 10.0 us, dequantize + matmul 20.0 us)"
+    assert str(by_rows[4]) == words and "2 of 3 measured sizes run fused" in str(found)
     assert json.dumps(found.as_dict()["matmul"])
 
 

@@ -173,6 +173,14 @@ def test_the_sitecustomize_of_the_environment_runs_too(tmp_path):
     assert done.stdout.startswith("theirs\ntheirs\n__main__") and done.stdout.endswith("True\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "variables", "value"), [(("--fast",), {}, "fast"), ((), {"NF4_PATCH": "fast"}, "fast"), ((), {}, "1")]
+)
+def test_the_profile_reaches_the_command(options, variables, value, tmp_path):
+    done, _ = reported("-c", "import os; print(os.environ['NF4_PATCH'])", folder=tmp_path, options=options, **variables)
+    assert done.stdout == f"{value}\n", done.stderr
+
+
 def test_a_python_without_nf4_patch_is_left_alone(tmp_path):
     venv.create(tmp_path / "other", symlinks=True)
     variables = {"PYTHONPATH": run.STARTUP, "NF4_PATCH": "1", run.REPORT: "[true, null, false]"}
