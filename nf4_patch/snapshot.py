@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .options import OPTIONS, CacheStatus, GraphsStatus, OffloadStatus
+from .options import OPTIONS, ActivationsStatus, CacheStatus, GraphsStatus, OffloadStatus
 from .patching.config import keeps_off
 from .patching.counters import counters
 from .patching.placement import installed
@@ -50,6 +50,7 @@ class Status:
     weights: dict[str, int] = field(default_factory=dict)  # number of weights dequantized so far, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
+    activations: ActivationsStatus = field(default_factory=ActivationsStatus)
     matmul: dict[str, str] = field(
         default_factory=dict
     )  # result and times of each measurement of the fused matmul, by the sizes of x and the weight
