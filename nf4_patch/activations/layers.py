@@ -251,7 +251,8 @@ def keep(
         held = allocated(device) - before - sum(y.nbytes for y in outputs)
         record.measured(size, held)
         record.exact.add(size)
-        call.resize(max(held, 0) + waits)
+        record.kept = max(held, 0) + waits
+        call.resize(record.kept)
     activations.most[device] = max(activations.most.get(device, 0), activations.taken[device])
     if outputs:
         outputs[0].grad_fn.register_prehook(call.before_backward)  # type: ignore[union-attr]
