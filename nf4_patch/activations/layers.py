@@ -148,6 +148,7 @@ class Activations:
         self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
         self.budget = 0  # bytes per device
+        self.calls = self.kept_calls = 0
         self.mode: str | int = "off"
         self.user = User(0, self.allow, self.taken, self.most, self.wants)
 
@@ -191,7 +192,11 @@ class Activations:
             layers=len(records),
             size=sum(record.kept for record in records),
             why=dict(why.most_common()),
-            found=spare.found(self.user) if mode == "auto" else "",
+            kept_calls=self.kept_calls,
+            calls=self.calls,
+            budget=self.budget if mode == "auto" else None,
+            waits=spare.why.name if mode == "auto" and spare.waits else "",
+            numbers=spare.numbers if mode == "auto" else (),
         )
 
 
@@ -355,6 +360,7 @@ def kept(target: Target, original: Function) -> Function:
         record, size, device = activations.record_of(self), InputSize.of(x), x.get_device()
         record.device = device
         record.calls += 1
+        activations.calls += 1
         if record.calls % AGAIN == 1 or record.kind is not type(self):
             record.examine(self)
         checkpoint = checkpoint_of(vars(self).get(FUNCTION))
@@ -366,6 +372,7 @@ def kept(target: Target, original: Function) -> Function:
             why = Reason.ACTIVATIONS_BUDGET
         record.why, record.kept = why, 0
         if why is None:
+            activations.kept_calls += 1
             record.kept = held + waits  # type: ignore[operator]
             return keep, original, self, record, size, held, waits, device, args, kwargs
         fallbacks.count(why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
 from ..patching.reasons import Reason
 
@@ -18,7 +19,11 @@ class ActivationsStatus:
     layers: int = 0  # layers that are checkpointed
     size: int = 0  # bytes that the kept layers hold until their backward
     why: dict[str, int] = field(default_factory=dict)  # number of other layers, by the name of the Reason
-    found: str = ""  # with activations="auto": the budget that was found, and how
+    kept_calls: int = 0  # layer calls that kept their activations, so far
+    calls: int = 0  # layer calls under gradient checkpointing, so far
+    budget: int | None = None  # with activations="auto": the bytes per GPU that may be kept
+    waits: str = ""  # with activations="auto" and no budget yet: why (a name in Waits)
+    numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
@@ -35,11 +40,16 @@ def report(mode: str | int) -> ActivationsStatus:
 def lines(status: ActivationsStatus) -> list[str]:
     if status.mode == "off":
         return []
-    reasons = [Reason[name] for name in status.why]
-    explained = [
-        f"  {reason.name}: {reason.sentence}" + f" -> {reason.advice}" * bool(reason.advice) for reason in reasons
-    ]
-    return [str(status), *([f"  it may take {status.found}"] if status.found else []), *explained]
+    found = [str(status)]
+    if status.waits:
+        found.append(
+            f"  takes no memory until two more training steps: {Waits[status.waits].value.format(*status.numbers)}"
+        )
+    elif status.budget:
+        found.append(f"  takes up to {size_in_words(status.budget)}, which was free at the largest batch so far")
+    for reason in (Reason[name] for name in status.why):
+        found.append(f"  {reason.name}: {reason.sentence}" + f" -> {reason.advice}" * bool(reason.advice))
+    return found
 
 
 # The function that this option replaces is a row of GRAPHS, because both options replace it.

@@ -7,6 +7,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 
+from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
 from ..patching.target import ANY, Target
 
@@ -47,7 +48,9 @@ class CacheStatus:
     misses: int = 0  # reads that dequantized
     uncached: dict[str, int] = field(default_factory=dict)  # number of reads not served, by reason (a name in Uncached)
     compiled: int = 0  # cached weights that compiled layers have read
-    found: str = ""  # with cache="auto": the budget that was found, and how
+    budget: int | None = None  # with cache="auto": the bytes per GPU that the cache may take
+    waits: str = ""  # with cache="auto" and no budget yet: why (a name in Waits)
+    numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
@@ -70,7 +73,11 @@ def lines(cache: CacheStatus) -> list[str]:
     """Return the lines of ``print(status())`` about the cache."""
     if cache.mode == "off" and not cache.hits:
         return []
-    found = [str(cache), *([f"  it may take {cache.found}"] if cache.found else [])]
+    found = [str(cache)]
+    if cache.waits:
+        found.append(f"  takes no memory until two more training steps: {Waits[cache.waits].value.format(*cache.numbers)}")
+    elif cache.budget:
+        found.append(f"  takes up to {size_in_words(cache.budget)}, which was free at the largest batch so far")
     return found + [f"  {n} x not cached: {why}: {Uncached[why].value}" for why, n in cache.uncached.items()]
 
 

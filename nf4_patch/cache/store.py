@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory.spare import Spare, User, spare
+from ..memory.waits import Waits
 from ..nf4 import runtime
 from ..nf4.weight import PackedWeight
 from ..patching import dequantizer
@@ -255,10 +256,10 @@ class Cache(dequantizer.Reader):
         try:
             with torch.inference_mode(False):  # training may read this dense copy after generation decoded it
                 result = decode(weight)
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             if self.auto is None:
                 raise
-            self.auto.give_back(f"{error}"[:80])  # drops every cached weight; the caller then decodes this weight itself
+            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile
@@ -348,7 +349,9 @@ class Cache(dequantizer.Reader):
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
             compiled=sum(entry.compiled for entry in entries),
-            found=self.auto.found(self.user) if self.auto else "",
+            budget=self.budget if self.auto else None,
+            waits=self.auto.why.name if self.auto and self.auto.waits else "",
+            numbers=self.auto.numbers if self.auto else (),
         )
 
     def compare(self, cached: Tensor, decoded: Tensor) -> None:

@@ -32,8 +32,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..nf4 import runtime
 from ..patching.context import backward_in_progress
 from ..patching.locks import new_lock
-from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
+from .waits import Waits
 
 STEPS = 2  # number of training steps to wait for; the first of them creates the optimizer's state
 SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
@@ -96,6 +96,8 @@ class Spare:
         self.trains = False  # whether ``optimizers`` ever had an element
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
         self.steps = 0  # training steps since the latest ``give_back``
+        self.why: Waits  # why there is no budget, while ``waits`` is True
+        self.numbers: tuple[int, ...]  # for the sentence of ``why``
         self.waits = True
         self.unsettled = False  # whether memory of the users was in use when they gave it back
         # weak reference to the tensor that the method ``forward`` got last
@@ -103,7 +105,7 @@ class Spare:
         self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
         self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the users, by device
         self.retries: dict[int, int] = {}  # allocations that had to free unused memory first, by device
-        self.why = "nothing before a training"
+        self.why, self.numbers = Waits.TRAINING, ()
 
     def join(self, user: User) -> None:
         """Share spare memory with this user, from the next two training steps on."""
@@ -116,7 +118,7 @@ class Spare:
                 )
             self.users = sorted([*self.users, user], key=lambda each: each.rank)
             if len(self.users) > 1:
-                self.give_back("another option shares the memory")
+                self.give_back(Waits.OTHER_OPTION)
 
     def leave(self, user: User) -> None:
         """Stop changing the budget of this user. What it may hold now is its own affair."""
@@ -130,13 +132,6 @@ class Spare:
                     hook.remove()
                 self.forget()
 
-    def found(self, user: User) -> str:
-        """Return the budget of the user in words, and how it was found."""
-        if self.waits or user not in self.users:
-            return self.why
-        others = " and what other options take" * any(each.share for each in self.users if each.rank < user.rank)
-        return f"{size_in_words(user.share)}: what was free at the largest batch so far, less a margin{others}"
-
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.attempt(self.started, optimizer)
 
@@ -144,7 +139,7 @@ class Spare:
         """Give memory back before the first step of an optimizer, because this step allocates the optimizer's state."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = self.trains = True
-            self.give_back("an optimizer creates its state")
+            self.give_back(Waits.OPTIMIZER)
 
     def after_step(self, *_: Any) -> None:
         self.stepped = True
@@ -172,7 +167,7 @@ class Spare:
             return
         if self.trains and not self.optimizers:  # the training is over, and another one may have begun
             self.forget()
-            self.give_back("another training begins")
+            self.give_back(Waits.TRAINING)
         if self.stepped and backward_in_progress() == -1:  # not in the recompute of a checkpoint
             self.stepped = False
             self.steps += 1
@@ -199,7 +194,7 @@ class Spare:
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))
-            self.give_back(f"the largest batch so far has {rows} tokens, sequences of {length}")
+            self.give_back(Waits.BATCH, rows, length)
 
     def look(self) -> None:
         """Give memory back if the free memory runs short, or if another process has started to use the GPU."""
@@ -210,17 +205,17 @@ class Spare:
                 # Fragmentation counts as needed, so that the next budget is smaller.
                 fragmented = memory.reserved - sum((user.most or user.taken).get(device, 0) for user in self.users)
                 self.needed[device] = max(self.needed.get(device, 0), fragmented)
-                self.give_back(f"only {size_in_words(memory.free)} were free on device {device}")
+                self.give_back(Waits.MEMORY, memory.free // 2**20, device)
             elif memory.others > self.alone.get(device, 0) + SLACK:
-                self.give_back(f"another process started to use device {device}")
+                self.give_back(Waits.OTHER_PROCESS, device)
 
-    def give_back(self, why: str) -> None:
+    def give_back(self, why: Waits, *numbers: int) -> None:
         """Take the memory of all users back, and wait for two training steps.
 
         Their memory goes back to the driver. Then PyTorch's reserved memory is only what training needs.
         """
         self.steps, self.waits = 0, True
-        self.why = f"nothing yet, waiting for {STEPS} training steps: {why}"
+        self.why, self.numbers = why, numbers
         held = any(any((user.most or user.taken).values()) for user in self.users)
         for user in self.users:
             user.share = 0
@@ -242,13 +237,13 @@ class Spare:
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
             if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
-                self.why, self.steps = f"nothing, while another process uses device {device}", 0
+                self.why, self.numbers, self.steps = Waits.OTHER_PROCESS, (device,), 0
                 return
             self.alone[device] = memory.others
             self.retries[device] = runtime.allocation_retries(device)
         rest = min((m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items()), default=0)
         if rest <= 0:
-            self.why, self.steps = "nothing: no more than the margin was free at the largest batch so far", 0
+            self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
             return
         self.waits = False
         for user in self.users:

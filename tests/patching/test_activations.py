@@ -572,7 +572,7 @@ def test_a_long_batch_after_a_hundred_short_ones(gpu):
     assert status().kept == LAYERS
     loss = loss_of(model, batch(48, 1))
     assert out() == 0 and status().why == {"ACTIVATIONS_WAITING": LAYERS}
-    assert "48" in status().found
+    assert (status().waits, status().numbers) == ("BATCH", (48, 48))
     loss.backward()
 
 
@@ -620,7 +620,7 @@ def test_another_process_that_takes_memory(gpu):
     first = loss_of(model, batch())
     gpu.others = GIB
     loss = loss_of(model, batch())  # notices it at a layer, because memory waits for a backward
-    assert activations.budget == 0 and "another process" in status().found
+    assert activations.budget == 0 and status().waits == "OTHER_PROCESS"
     (first + loss).backward()
     train(model, 4, optimizer=optimizer)
     assert activations.budget == 0
@@ -639,7 +639,7 @@ def test_memory_that_runs_short_takes_the_budget_back(gpu):
     held = out()
     gpu.retries = 1  # an allocation succeeded only after PyTorch had freed its unused memory
     loss_of(model, batch())
-    assert activations.budget == 0 and "free on device" in status().found
+    assert activations.budget == 0 and status().waits == "MEMORY"
     assert out() == held  # what waits for its backward stays
     loss.backward()
     train(model, 4, optimizer=optimizer)
@@ -654,7 +654,7 @@ def test_activations_come_first_and_the_cache_gets_the_rest(gpu):
     assert activations.user.share >= wanted > MIB and cache.budget > 0
     assert activations.user.share + cache.budget <= gpu.total
     assert abs(activations.user.share - wanted) < 0.3 * wanted
-    assert "other options" in nf4_patch.status().cache.found
+    assert nf4_patch.status().cache.budget == cache.budget
     nf4_patch.enable(cache="off")
     assert [user.rank for user in spare.users] == [0]
     nf4_patch.enable(activations="off")

@@ -158,7 +158,7 @@ def test_every_forward_of_a_4_bit_layer_is_observed_once(gpu, linear_op, monkeyp
     assert len(seen) == (auto.STEPS + 2) * (1 if reentrant is None else 2)  # once for each forward and recompute
     with torch.no_grad():
         model(torch.randn(2, 300, 64, dtype=torch.bfloat16, device=linear_op))
-    assert cache.budget == 0 and "300" in nf4_patch.status().cache.found
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "BATCH" and 300 in nf4_patch.status().cache.numbers
 
 
 def test_steps_inside_a_backward_pass_belong_to_one_training_step(gpu):
@@ -203,7 +203,7 @@ def test_it_gives_back_when_a_decode_runs_out_of_memory(gpu, device):
     weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
     assert budget_after(2) == 9 * GIB
     assert cache.read(weight, full) is None and cache.uncached == {Uncached.WAITING: 1}
-    assert cache.budget == 0 and "out of memory" in nf4_patch.status().cache.found
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "OUT_OF_MEMORY"
     nf4_patch.enable(cache=GIB)
     with pytest.raises(torch.OutOfMemoryError):
         cache.read(weight, full)
@@ -244,7 +244,7 @@ def test_the_memory_of_the_largest_batch_is_remembered(gpu):
     """After memory ran short, the next steps may have small batches."""
     known, _ = gpu
     budget_after(2)
-    cache.auto.give_back("memory ran short")
+    cache.auto.give_back(auto.Waits.MEMORY, 1, 0)
     known.update(free=12 * GIB, reserved=2 * GIB)
     assert budget_after(2, inputs(1, 16, 64)) == 9 * GIB
 
@@ -266,7 +266,7 @@ def test_it_gives_back_when_memory_runs_short_or_another_process_comes(gpu, chan
 def test_it_takes_nothing_while_another_process_uses_the_gpu_or_only_the_margin_is_free(gpu, now, later, budget):
     gpu[0].update(now)
     assert budget_after(2) == 0
-    assert ("another process" if "others" in now else "the margin") in nf4_patch.status().cache.found
+    assert ("OTHER_PROCESS" if "others" in now else "MARGIN") == nf4_patch.status().cache.waits
     gpu[0].update(later)
     assert budget_after(2) == budget * GIB
 
@@ -285,7 +285,7 @@ def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, de
     """As for GRPO's rollouts with the fused matmul: budget, optimizers, batches and cached weights stay."""
     assert budget_after(2) == 9 * GIB
     cache.auto.next_look = float("inf")  # what is cached here lies on the CPU
-    watching, why = cache.auto, cache.auto.why
+    watching, why = cache.auto, nf4_patch.status().cache.budget
     watching.next_look = float("inf")  # what is cached here lies on the CPU
     packed, state = quantized((64, 64), torch.bfloat16, device)
     weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
@@ -293,7 +293,7 @@ def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, de
     for _ in range(2):
         with nf4_patch.enabled(matmul="auto"):
             assert cache.auto is watching and cache.read(weight, None) is dense
-        assert (cache.auto, cache.auto.why, cache.budget) == (watching, why, 9 * GIB)
+        assert (cache.auto, nf4_patch.status().cache.budget, cache.budget) == (watching, why, 9 * GIB)
         ADAM.step()
         cache.auto.observe(BATCH)
     assert cache.read(weight, None) is dense and cache.budget == 9 * GIB
