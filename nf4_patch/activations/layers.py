@@ -156,6 +156,7 @@ class Activations:
         if mode != self.mode:
             spare.leave(self.user)
             self.forget()
+            self.calls = self.kept_calls = 0
             self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import nf4_patch
+from benchmarks.checkpoint import load_4bit
 from nf4_patch.activations import layers as module
 from nf4_patch.activations.layers import activations
 from nf4_patch.cache.store import cache
@@ -195,6 +196,43 @@ def test_trainer_with_lengths_that_vary_and_accumulated_batches(tmp_path):
     again, ours, found = run()
     assert again == losses and equal(ours, adapters)
     assert found.kept == found.layers == LAYERS
+
+
+@BOTH
+@pytest.mark.parametrize("lora", ["off", "fused"])
+def test_4_bit_layers(checkpoint, linear_op, kwargs, lora):
+    def run(option):
+        nf4_patch.enable(lora=lora, activations=option)
+        torch.manual_seed(0)
+        model = load_4bit(checkpoint, linear_op)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=DROPOUT)
+        model = get_peft_model(model, config).train()
+        model.gradient_checkpointing_enable(kwargs)
+        model.enable_input_require_grads()
+        return train(model, shape=(96, 2)), status()
+
+    want, _ = run("off")
+    got, found = run("auto")
+    assert equal(got, want) and found.kept == found.layers > 0
+
+
+@BOTH
+def test_mixtures_with_packed_experts(kwargs):
+    """A recompute saves the dense stack, which its backward frees at once. A kept layer saves the packed one."""
+    tiny_experts = pytest.importorskip("tiny_experts")
+
+    def run(option):
+        nf4_patch.enable(experts="4bit", activations=option)
+        model = tiny_experts.model_of("qwen3", vocab_size=128, moe_intermediate_size=256, num_experts=16)
+        model.gradient_checkpointing_enable(kwargs)
+        model.enable_input_require_grads()
+        return train(model, lengths=[96] * 5), model
+
+    want, _ = run("off")
+    got, model = run("auto")
+    assert equal(got, want) and status().kept == status().layers == tiny_experts.LAYERS
+    for record in activations.records.values():
+        assert record.exact == set(record.sizes)
 
 
 # --- what is counted as out ---
