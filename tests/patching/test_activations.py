@@ -754,3 +754,17 @@ def test_expected_reasons_raise_nothing_in_strict_mode(monkeypatch):
     with save_on_cpu():
         loss_of(model, batch()).backward()
     assert Reason.ACTIVATIONS_HOOKED.is_expected
+
+
+@pytest.mark.full
+def test_unsloth(tmp_path):
+    """With its own checkpoint and with PyTorch's; Unsloth's own would round an input in fp32 to bf16."""
+    from unsloth_releases import with_unsloth
+
+    said = with_unsloth("2026.10.9", tmp_path, "activations_unsloth").split("\n")
+    assert said[-5:-1] == [
+        "unsloth torch.bfloat16 (True, True) 3 3 []",
+        "unsloth torch.float32 (True, True) 0 3 ['ACTIVATIONS_CHECKPOINT']",
+        "True torch.bfloat16 (False, False) 3 3 []",
+        "True torch.float32 (False, False) 3 3 []",
+    ]
