@@ -181,7 +181,8 @@ def lines_to_type(
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
     graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
-    faster = 'lora="fused", graphs="auto"' if graphs else 'lora="fused"'
+    keeps = has("transformers", ">= 4.53") and has("torch", ">= 2.8")
+    faster = 'lora="fused"' + (', graphs="auto"' if graphs else ', activations="auto"' if keeps else "")
     if has("peft", ">= 0.17"):
         lines["peft, TRL, faster"] = line(faster)
         if graphs:
