@@ -64,6 +64,7 @@ def __getattr__(name: str) -> Any:
 def enable(
     profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
+    activations: str | int | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
@@ -96,6 +97,9 @@ def enable(
         graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
             training with gradient checkpointing, and in generation with transformers' static cache. Results are
             bit-identical. "off", the default, runs the layers eagerly.
+        activations: "auto" lets decoder layers under gradient checkpointing keep their activations while memory is spare,
+            so that these layers are not computed twice. Results are bit-identical. "8GiB" limits this memory on every
+            GPU. "off", the default, or 0 keeps none.
 
     Returns:
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
@@ -106,7 +110,9 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs)
+    return hooks.enable(
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
+    )  # fmt: skip
 
 
 def disable() -> None:
@@ -131,6 +137,9 @@ def release() -> None:
     layers = sys.modules.get(f"{__name__}.graphs.layers")
     if layers is not None:
         layers.graphs.forget()
+    kept = sys.modules.get(f"{__name__}.activations.layers")
+    if kept is not None:
+        kept.activations.forget()
 
 
 def is_enabled() -> bool:
@@ -144,6 +153,7 @@ def is_enabled() -> bool:
 def enabled(
     profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
+    activations: str | int | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
@@ -153,7 +163,7 @@ def enabled(
     from .patching import hooks
 
     with hooks.block(
-        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
     ):  # fmt: skip
         yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .activations.option import ACTIVATIONS
+from .activations.option import ActivationsStatus as ActivationsStatus
 from .cache.option import CACHE
 from .cache.option import CacheStatus as CacheStatus
 from .graphs.option import GRAPHS
@@ -14,4 +16,4 @@ from .offload.option import OFFLOAD
 from .offload.option import OffloadStatus as OffloadStatus
 from .patching.option import OPTIONS
 
-OPTIONS.update({option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS)})
+OPTIONS.update({option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS, ACTIVATIONS)})

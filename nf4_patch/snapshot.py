@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .options import OPTIONS, CacheStatus, GraphsStatus, MatmulStatus, OffloadStatus
+from .options import OPTIONS, ActivationsStatus, CacheStatus, GraphsStatus, MatmulStatus, OffloadStatus
 from .patching.config import keeps_off
 from .patching.counters import counters
 from .patching.effects import Effect, effects, explain, line
@@ -73,6 +73,7 @@ class Status:
     cache: CacheStatus = field(default_factory=CacheStatus)
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
+    activations: ActivationsStatus = field(default_factory=ActivationsStatus)
     matmul: tuple[MatmulStatus, ...] = ()  # measurements of the fused matmul
     options: dict[str, Effect] = field(default_factory=dict)  # by the option's name
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example

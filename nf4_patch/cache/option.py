@@ -7,6 +7,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 
+from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
 from ..patching.target import ANY, Target
 

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..memory.spare import Spare, User, spare
+from ..memory.waits import Waits
 from ..nf4 import runtime
 from ..nf4.weight import PackedWeight
 from ..patching import dequantizer
 from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
-from .auto import Auto
 from .entry import CacheEntry, fingerprint, location, nobody, size_of
 from .option import CacheStatus, Uncached, Waits
 
@@ -53,7 +54,7 @@ class Cache(dequantizer.Reader):
     def __init__(self) -> None:
         self.on = False
         self.mode: str | int = "off"
-        self.auto: Auto | None = None  # finds the budget for "auto"
+        self.auto: Spare | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
         self.weights: dict[tuple[object, ...], CacheEntry] = {}  # entries by ``location``
         self.taken: Counter[int] = Counter()  # bytes of dense copies by device, also of dropped ones that are in use
@@ -65,6 +66,7 @@ class Cache(dequantizer.Reader):
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
+        self.user = User(1, self.set_budget, self.taken)
         self.pinning = -1  # the stream on which ``pinned`` collects weights, or -1
         self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the weights that ``pinned`` collected
 
@@ -121,10 +123,11 @@ class Cache(dequantizer.Reader):
                 self.on, self.mode = False, ""  # if an interrupt stops this call, the next call starts over
                 self.release()
                 self.storages.clear()
-                if self.auto is not None:
-                    self.auto.stop()
-                self.auto = Auto(self.set_budget, self.taken) if mode == "auto" else None
+                spare.leave(self.user)
                 self.budget = mode if isinstance(mode, int) else 0
+                self.auto = spare if mode == "auto" else None
+                if self.auto is not None:
+                    spare.join(self.user)
                 self.generation += 1
                 self.on, self.mode = mode != "off", mode
 
@@ -256,7 +259,7 @@ class Cache(dequantizer.Reader):
         except torch.OutOfMemoryError:
             if self.auto is None:
                 raise
-            self.auto.wait(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself
+            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile

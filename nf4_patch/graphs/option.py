@@ -44,10 +44,10 @@ GRAPHS = Option(
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
-            (("self", "args", "kwargs"),), ".graphs.layers:graphed",
+            (("self", "args", "kwargs"),), ".adapters.transformers:decoder_layer",
             'decoder layers run as CUDA graphs in training with gradient checkpointing and in generation with a static cache, with '
-            'enable(graphs="auto") only',
-            option="graphs", uncounted="status().graphs counts its replays",
+            'enable(graphs="auto") only, or keep their activations, with enable(activations=...) only',
+            option="graphs", or_option="activations", uncounted="status().graphs counts its replays",
         ),
     ),
     report=report, lines=lines, used=lambda graphs: graphs.replays, calls="layer calls",

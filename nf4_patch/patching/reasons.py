@@ -135,6 +135,27 @@ class Reason(enum.Enum):
     )
     GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
     GRAPH_FAILED = "the capture of the decoder layer failed"
+    ACTIVATIONS_WAITING = (
+        'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
+    )
+    ACTIVATIONS_BUDGET = "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"
+    ACTIVATIONS_CHECKPOINT = (
+        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, has a context_fn, preserve_rng_state=False or other"
+        " options, or is Unsloth's, which would round the layer's fp32 input to bf16",
+        "train with gradient_checkpointing=True, as transformers and TRL set it",
+    )
+    ACTIVATIONS_HOOKED = (
+        "hooks on saved tensors, an outer checkpoint, a CUDA graph capture, a mode or a transform is active, or PyTorch is older than 2.8",
+        "train without activation_offloading=True, which moves what is kept to host memory",
+    )
+    ACTIVATIONS_LAYER = (
+        "the decoder layer's parameters are sharded (FSDP, ZeRO-3), its forward changes its buffers, or returns an unknown object"
+    )
+    ACTIVATIONS_REENTRANT = (
+        "a reentrant checkpoint would compute something else: the layer is used twice before a backward, shares parameters with"
+        " another layer, gets few rows, no input with a gradient, or a list or dict",
+        'train with gradient_checkpointing_kwargs={"use_reentrant": False}',
+    )
     INTERNAL_ERROR = ("nf4_patch raised an error", "please report it with the traceback from the log")
 
     def __init__(self, sentence: str, advice: str = ""):
@@ -154,7 +175,7 @@ EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
-    *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
+    *(reason for reason in Reason if reason.name.startswith(("GRAPH_", "ACTIVATIONS_")) and reason.name != "GRAPH_CAPTURE"),
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip
 # NOT_MEANT: Reasons for calls that an option is not made for, such as an evaluation, or handles only in part.

@@ -10,11 +10,12 @@ from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import nf4_patch
-from nf4_patch.cache import auto
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.pinned import Layers
 from nf4_patch.cache.replacements import observed
 from nf4_patch.cache.store import cache
+from nf4_patch.memory import spare as auto
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching.targets import TARGETS
 
 GIB = 2**30
@@ -32,9 +33,9 @@ def gpu(monkeypatch):
             known.update(free=known["free"] + size, reserved=known["reserved"] - size)
 
     monkeypatch.setattr(auto.MemoryInfo, "of", lambda device: auto.MemoryInfo(**known))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: known["reserved"])
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(runtime, "devices_in_use", lambda: [0])
+    monkeypatch.setattr(runtime, "empty_cache", empty_cache)
+    monkeypatch.setattr(runtime, "allocation_retries", lambda device: 0)
     nf4_patch.enable(cache="auto")
     yield known, spare
     nf4_patch.disable()
@@ -243,7 +244,7 @@ def test_the_memory_of_the_largest_batch_is_remembered(gpu):
     """After memory ran short, the next steps may have small batches."""
     known, _ = gpu
     budget_after(2)
-    cache.auto.wait("memory ran short")
+    cache.auto.give_back(auto.Waits.MEMORY, 1, 0)
     known.update(free=12 * GIB, reserved=2 * GIB)
     assert budget_after(2, inputs(1, 16, 64)) == 9 * GIB
 
@@ -284,7 +285,7 @@ def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, de
     """As for GRPO's rollouts with the fused matmul: budget, optimizers, batches and cached weights stay."""
     assert budget_after(2) == 9 * GIB
     cache.auto.next_look = float("inf")  # what is cached here lies on the CPU
-    watching, why = cache.auto, cache.auto.why
+    watching, why = cache.auto, nf4_patch.status().cache.budget
     watching.next_look = float("inf")  # what is cached here lies on the CPU
     packed, state = quantized((64, 64), torch.bfloat16, device)
     weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
@@ -292,7 +293,7 @@ def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, de
     for _ in range(2):
         with nf4_patch.enabled(matmul="auto"):
             assert cache.auto is watching and cache.read(weight, None) is dense
-        assert (cache.auto, cache.auto.why, cache.budget) == (watching, why, 9 * GIB)
+        assert (cache.auto, nf4_patch.status().cache.budget, cache.budget) == (watching, why, 9 * GIB)
         ADAM.step()
         cache.auto.observe(BATCH)
     assert cache.read(weight, None) is dense and cache.budget == 9 * GIB
@@ -302,7 +303,7 @@ def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
     monkeypatch.setattr(auto.MemoryInfo, "of", lambda device: 1 / 0)
     assert budget_after(2) == 0
     assert any("ZeroDivisionError" in error for error in nf4_patch.status().errors)
-    monkeypatch.setattr(cache.auto, "set_budget", lambda budget: 1 / 0)
+    monkeypatch.setattr(cache.user, "allow", lambda budget: 1 / 0)
     optimizer().step()
 
 

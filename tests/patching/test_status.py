@@ -86,10 +86,10 @@ def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
     cache.auto.attempt(lambda: 1 / 0)
     text = str(nf4_patch.status())
     assert text.startswith("nf4_patch is on: 2 dequantizations in the kernel, 1 fell back\n")
-    assert "  nf4_patch.dequantize_nf4: own, 2 hits\n  cache.auto: own, 0 hits\n    1 x INTERNAL_ERROR: " in text
+    assert "  nf4_patch.dequantize_nf4: own, 2 hits\n  memory.spare: own, 0 hits\n    1 x INTERNAL_ERROR: " in text
     assert "  error: ZeroDivisionError: division by zero" in text
     assert [(t.name, t.hits) for t in nf4_patch.status().targets[len(TARGETS) :]] == [
-        ("nf4_patch.dequantize_nf4", 2), ("cache.auto", 0)
+        ("nf4_patch.dequantize_nf4", 2), ("memory.spare", 0)
     ]  # fmt: skip
     assert [target.name for target in doctor.examine().targets] == [target.name for target in TARGETS]
     with pytest.raises(ValueError, match="shape"):

@@ -1,0 +1,385 @@
+"""Decide which checkpointed decoder layers keep their activations.
+
+A kept layer is called without its checkpoint. Each call is decided once, in its forward: a layer is kept if the
+activations that wait for their backward now, plus its own, fit into the budget.
+
+How much a layer holds is measured in its recompute. A recompute holds the same tensors as a kept layer, and training
+needs memory for it anyway. So no layer is kept before its size is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..memory.spare import User, size_of, spare, tensors
+from ..nf4 import runtime
+from ..patching import context
+from ..patching.checkpoint import Checkpoint, checkpoint_of
+from ..patching.reasons import Reason
+from ..patching.replacement import Fallbacks, Function, replacement_of
+from ..patching.switch import switch
+from ..patching.target import Target
+from .option import ActivationsStatus
+
+SIZES = 64  # most sizes of inputs whose activations are remembered per layer
+AGAIN = 16  # a layer is measured again at every AGAIN-th call
+# For up to this many rows, lora="fused" and matmul="auto" round otherwise without gradients, as in the forward of a
+# reentrant checkpoint, than with gradients.
+FEW_ROWS = 128
+FUNCTION = "_gradient_checkpointing_func"  # the attribute of a layer that holds its checkpoint function
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# The Reasons of calls whose recompute may be measured
+MEASURED = {Reason.ACTIVATIONS_WAITING, Reason.ACTIVATIONS_BUDGET}
+StopRecomputation: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+
+class InputSize(NamedTuple):
+    """The size of a layer's input, and what else decides how much memory its activations take."""
+
+    rows: int
+    length: int
+    kind: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> InputSize:
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        features, rows, length = size_of(x)
+        return cls(rows, length, (features, x.dtype, x.requires_grad, autocast))
+
+
+class Call:
+    """The activations of one call, from its forward to its backward. Only the autograd graph refers to it.
+
+    The memory is counted as free when the backward begins, or when the graph is freed without a backward.
+    """
+
+    waits = True
+
+    def __init__(self, record: Record, device: int, size: int):
+        self.record, self.device, self.size, self.taken = record, device, size, activations.taken
+        self.taken.setdefault(device, 0)
+        self.taken[device] += size  # this line calls nothing, so no other thread and no ``__del__`` can come in between
+        record.waiting += 1
+
+    def resize(self, size: int) -> None:
+        if self.waits:
+            self.taken[self.device] += size - self.size
+            self.size = size
+
+    def release(self) -> None:
+        if self.waits:
+            self.waits = False
+            self.taken[self.device] -= self.size
+            self.record.waiting -= 1
+
+    __del__ = release
+
+    def before_backward(self, _gradients: Any) -> None:
+        if not keeps_graph():
+            self.release()
+
+
+class Record:
+    """What is known about a layer."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[InputSize, int] = {}  # bytes that the layer holds until its backward
+        self.exact: set[InputSize] = set()  # sizes that were measured in a kept call, not in a recompute
+        self.calls = 0
+        self.waiting = 0  # kept calls whose backward has not begun
+        self.kind: type | None = None  # the layer's class at the last ``examine``; FSDP changes it
+        self.is_sharded = self.shares = self.has_state = False
+        self.kept = 0  # bytes kept at the last call
+        self.why: Reason | None = None  # why the last call recomputes
+        self.device = -1
+
+    def examine(self, layer: nn.Module) -> None:
+        """Find out whether the layer is sharded, or shares trained parameters with another layer."""
+        self.kind = type(layer)
+        self.is_sharded = any("_is_fsdp_managed_module" in vars(module) for module in layer.modules())
+        for p in layer.parameters():
+            self.is_sharded |= hasattr(p, "ds_id") or type(p).__torch_dispatch__ is not context.own_dispatch
+            if p.requires_grad:
+                other = activations.owners.setdefault(p, weakref.ref(self))()
+                if other is None:
+                    activations.owners[p] = weakref.ref(self)
+                elif other is not self:
+                    self.shares = other.shares = True
+
+    def estimate(self, size: InputSize) -> int | None:
+        """Return how many bytes the layer holds for an input of this size, at most. None: that is not known yet.
+
+        A size that was not measured counts as the next larger one, scaled by the number of rows.
+        """
+        exact = self.sizes.get(size)
+        if exact is not None:
+            return exact
+        larger = (
+            held * size.rows // known.rows
+            for known, held in list(self.sizes.items())
+            if known.kind == size.kind and known.rows >= size.rows and known.length >= size.length
+        )
+        return min(larger, default=None)
+
+    def measured(self, size: InputSize, held: int) -> None:
+        self.sizes[size] = max(held, 0)
+        if len(self.sizes) > SIZES:
+            smallest = min(self.sizes, key=lambda each: each[:2])
+            del self.sizes[smallest]
+            self.exact.discard(smallest)
+
+
+class Activations:
+    """The kept activations of the process, and the budget for them."""
+
+    def __init__(self) -> None:
+        self.records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+        self.owners = WeakIdKeyDictionary()  # the Record of the layer that a trained parameter belongs to, by parameter
+        self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
+        self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
+        self.budget = 0  # bytes per device
+        self.calls = self.kept_calls = 0
+        self.mode: str | int = "off"
+        self.user = User(0, self.allow, self.taken, self.most, self.wants)
+
+    def configure(self, mode: str | int) -> None:
+        if mode != self.mode:
+            spare.leave(self.user)
+            self.forget()
+            self.calls = self.kept_calls = 0
+            self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
+            if mode == "auto":
+                spare.join(self.user)
+
+    def forget(self) -> None:
+        """Forget what was measured. Activations that wait for their backward stay counted."""
+        self.records.clear()
+        self.owners.clear()
+
+    def allow(self, budget: int) -> None:
+        self.budget = budget
+        self.most.clear()
+        self.most.update({device: size for device, size in self.taken.items() if size})
+
+    def wants(self) -> int:
+        """Return the most bytes that all layers of a GPU would hold together."""
+        wanted = Counter[int]()
+        for record in list(self.records.values()):
+            wanted[record.device] += max(record.sizes.values(), default=0)
+        return max(wanted.values(), default=0)
+
+    def record_of(self, layer: nn.Module) -> Record:
+        record = self.records.get(layer)
+        if record is None:
+            record = self.records[layer] = Record()
+        return record
+
+    def snapshot(self, mode: str) -> ActivationsStatus:
+        records = [record for record in list(self.records.values()) if record.calls]
+        why = Counter(record.why.name for record in records if record.why is not None)
+        return ActivationsStatus(
+            mode=mode,
+            kept=sum(record.why is None for record in records),
+            layers=len(records),
+            size=sum(record.kept for record in records),
+            why=dict(why.most_common()),
+            kept_calls=self.kept_calls,
+            calls=self.calls,
+            budget=self.budget if mode == "auto" else None,
+            waits=spare.why.name if mode == "auto" and spare.waits else "",
+            numbers=spare.numbers if mode == "auto" else (),
+        )
+
+
+activations = Activations()
+switch.follow(lambda config: activations.configure(switch.value("activations")))
+
+
+def held_elsewhere(device: int) -> int:
+    """Return the bytes that other users of spare memory hold. What they allocate meanwhile is not the layer's."""
+    return sum(user.taken.get(device, 0) for user in spare.users if user is not activations.user)
+
+
+def allocated(device: int) -> int:
+    return int(runtime.memory_allocated(device)) - held_elsewhere(device)
+
+
+def through(layer: Any, function: Function, original: Function, args: Any, kwargs: Any) -> Any:
+    """Call the layer as transformers does, but with ``function`` as the layer's checkpoint function."""
+    own = vars(layer)
+    before = own.get(FUNCTION)
+    if before is None or before is function:  # another thread is in the layer, and puts the function back
+        return original(layer, *args, **kwargs)
+    try:
+        own[FUNCTION] = function  # not by setattr, which nn.Module makes slow
+        return original(layer, *args, **kwargs)
+    finally:
+        own[FUNCTION] = before
+
+
+def uncheckpointed(function: Function, *args: Any) -> Any:
+    return function(*args)
+
+
+def keep(
+    original: Function,
+    layer: Any,
+    record: Record,
+    size: InputSize,
+    held: int,
+    waits: int,
+    device: int,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run the layer without its checkpoint, and count its activations until the autograd graph frees them.
+
+    Args:
+        held: bytes that the layer is expected to hold.
+        waits: bytes of the layer's input, if the checkpoint would move it to host memory, else 0.
+    """
+    measures = size not in record.exact or record.calls % AGAIN == 0
+    call = Call(record, device, held + waits)
+    before = allocated(device) if measures else 0
+    result = through(layer, uncheckpointed, original, args, kwargs)
+    outputs = [y for y in tensors(result) if y.grad_fn is not None]
+    if measures:
+        held = allocated(device) - before - sum(y.nbytes for y in outputs)
+        record.measured(size, held)
+        record.exact.add(size)
+        record.kept = max(held, 0) + waits
+        call.resize(record.kept)
+    activations.most[device] = max(activations.most.get(device, 0), activations.taken[device])
+    if outputs:
+        outputs[0].grad_fn.register_prehook(call.before_backward)  # type: ignore[union-attr]
+    elif not isinstance(result, (Tensor, tuple, list, dict)):
+        record.has_state = True  # nothing says when the activations are freed
+    return result
+
+
+class Measured:
+    """The function of a checkpoint, which measures what its recompute holds."""
+
+    def __init__(self, function: Function, layer: nn.Module, record: Record, size: InputSize, device: int):
+        self.function, self.layer = function, weakref.ref(layer)
+        self.record, self.size, self.device = record, size, device
+
+    def __call__(self, *args: Any) -> Any:
+        layer = self.layer()
+        if layer is None or context.backward_in_progress() == -1 or not torch.is_grad_enabled():
+            return self.function(*args)
+        written, before = versions(layer), allocated(self.device)
+        try:
+            result = self.function(*args)
+        except StopRecomputation:  # a non-reentrant checkpoint stops when all saved tensors are there
+            self.note(layer, written, before)
+            raise
+        self.note(layer, written, before)
+        return result
+
+    def note(self, layer: nn.Module, written: list[int], before: int) -> None:
+        self.record.measured(self.size, allocated(self.device) - before)
+        self.record.has_state = written != versions(layer)
+
+
+def versions(layer: nn.Module) -> list[int]:
+    return [buffer._version for buffer in layer.buffers() if not buffer.is_inference()]
+
+
+def measure(
+    original: Function, layer: Any, record: Record, size: InputSize, device: int, args: Any, kwargs: Any
+) -> Any:
+    """Run the layer with its checkpoint, and measure the recompute."""
+    checkpoint = vars(layer)[FUNCTION]
+
+    def function(run: Function, *inputs: Any) -> Any:
+        return checkpoint(Measured(run, layer, record, size, device), *inputs)
+
+    return through(layer, function, original, args, kwargs)
+
+
+def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a reentrant checkpoint lets gradients through only in part, or the layer may write to a list or dict.
+
+    It returns gradients of tensors in ``args``, and none if no such tensor requires a gradient.
+    """
+    others = [value for value in args if not isinstance(value, Tensor)] + [*kwargs.values()]
+    if any(isinstance(value, (list, dict)) or any(t.requires_grad for t in tensors(value)) for value in others):
+        return True
+    return not any(isinstance(value, Tensor) and value.requires_grad for value in args)
+
+
+def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, record: Record) -> Reason | None:
+    """Return the Reason why this call of a layer has to run with its checkpoint, or None if its activations may be kept."""
+    if checkpoint is None:
+        return Reason.ACTIVATIONS_CHECKPOINT
+    if checkpoint.offloads and x.dtype is torch.float32:  # Unsloth rounds it to bf16
+        return Reason.ACTIVATIONS_CHECKPOINT
+    if (
+        context.saved_tensors_hooks(False) is not None
+        or context.backward_in_progress() != -1
+        or context.modes_active()
+        or context.function_mode_active()
+        or context.transforms_active() is not None
+        or runtime.is_capturing()
+    ):
+        return Reason.ACTIVATIONS_HOOKED
+    if record.is_sharded or record.has_state:
+        return Reason.ACTIVATIONS_LAYER
+    if checkpoint.reentrant:
+        rounds = size_of(x)[1] <= FEW_ROWS and (switch.gates["lora"].on or switch.gates["matmul"].on)
+        if record.shares or record.waiting or rounds or is_cut(args, kwargs):
+            return Reason.ACTIVATIONS_REENTRANT
+    return None
+
+
+def kept(target: Target, original: Function) -> Function:
+    """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
+    fallbacks = Fallbacks(target.name)
+
+    def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = (partial(original, self, *args, **kwargs),)
+        x = next((t for t in tensors([args, kwargs]) if t.is_floating_point() and runtime.runs_on(t)), None)
+        if x is None:
+            return plain
+        if activations.mode == "auto":
+            spare.observe(x)
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return plain
+        if not x.requires_grad and not any(p.requires_grad for p in self.parameters()):
+            return plain
+        record, size, device = activations.record_of(self), InputSize.of(x), x.get_device()
+        record.device = device
+        record.calls += 1
+        activations.calls += 1
+        if record.calls % AGAIN == 1 or record.kind is not type(self):
+            record.examine(self)
+        checkpoint = checkpoint_of(vars(self).get(FUNCTION))
+        why, held = why_not(x, args, kwargs, checkpoint, record), record.estimate(size)
+        waits = x.nbytes if checkpoint is not None and checkpoint.offloads else 0
+        if why is None and (held is None or (activations.mode == "auto" and spare.waits)):
+            why = Reason.ACTIVATIONS_WAITING
+        elif why is None and activations.taken.get(device, 0) + held + waits > activations.budget:  # type: ignore[operator]
+            why = Reason.ACTIVATIONS_BUDGET
+        record.why, record.kept = why, 0
+        if why is None:
+            activations.kept_calls += 1
+            record.kept = held + waits  # type: ignore[operator]
+            return keep, original, self, record, size, held, waits, device, args, kwargs
+        fallbacks.count(why)
+        if why in MEASURED and (size not in record.sizes or record.calls % AGAIN == 0):
+            record.exact.discard(size)
+            return measure, original, self, record, size, device, args, kwargs
+        return plain
+
+    return replacement_of(target, original, fallbacks, attempt)

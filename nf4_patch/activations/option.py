@@ -1,0 +1,61 @@
+"""The option ``activations="auto"`` or ``activations="8GiB"``: its part of ``status()``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from ..memory.waits import Waits
+from ..patching.option import Option, size_in_words
+from ..patching.reasons import Reason
+
+
+@dataclass(frozen=True)
+class ActivationsStatus:
+    """How many decoder layers kept their activations, each at its last call in training."""
+
+    mode: str = "off"  # "off", "auto", or the bytes per GPU
+    kept: int = 0  # layers that kept their activations
+    layers: int = 0  # layers that are checkpointed
+    size: int = 0  # bytes that the kept layers hold until their backward
+    why: dict[str, int] = field(default_factory=dict)  # number of other layers, by the name of the Reason
+    kept_calls: int = 0  # layer calls that kept their activations, so far
+    calls: int = 0  # layer calls under gradient checkpointing, so far
+    budget: int | None = None  # with activations="auto": the bytes per GPU that may be kept
+    waits: str = ""  # with activations="auto" and no budget yet: why (a name in Waits)
+    numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
+
+    def __str__(self) -> str:
+        mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
+        line = f"activations {mode}: {self.kept} of {self.layers} layers kept at the last batch, {size_in_words(self.size)}"
+        return "; ".join([line, *(f"{count} recompute ({name})" for name, count in self.why.items())])
+
+
+def report(mode: str | int) -> ActivationsStatus:
+    module = sys.modules.get(f"{__package__}.layers")  # not imported here, because it imports torch
+    found: ActivationsStatus = module.activations.snapshot(str(mode)) if module else ActivationsStatus(str(mode))
+    return found
+
+
+def lines(status: ActivationsStatus) -> list[str]:
+    if status.mode == "off":
+        return []
+    found = [str(status)]
+    if status.waits:
+        found.append(
+            f"  takes no memory until two more training steps: {Waits[status.waits].value.format(*status.numbers)}"
+        )
+    elif status.budget:
+        found.append(f"  takes up to {size_in_words(status.budget)}, which was free at the largest batch so far")
+    for reason in (Reason[name] for name in status.why):
+        found.append(f"  {reason.name}: {reason.sentence}" + f" -> {reason.advice}" * bool(reason.advice))
+    return found
+
+
+# The function that this option replaces is a row of GRAPHS, because both options replace it.
+ACTIVATIONS = Option(
+    "NF4_PATCH_ACTIVATIONS", ("off", "auto"), "off",
+    "Decoder layers under gradient checkpointing keep their activations instead of computing them twice, while memory is spare. "
+    "Results are bit-identical. A size limits the memory on every GPU; auto uses the memory that the training leaves free.",
+    size=True, on="auto", report=report, lines=lines,
+)  # fmt: skip

@@ -1,0 +1,17 @@
+"""Replacements of functions of transformers that more than one option replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..activations.layers import kept
+from ..graphs.layers import graphed
+from ..patching.replacement import Function
+from ..patching.target import Target
+
+
+def decoder_layer(target: Target, original: Function) -> Function:
+    """Run a decoder layer as CUDA graphs, or else without its checkpoint, or else as transformers does."""
+    inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
+    inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
+    return graphed(dataclasses.replace(target, or_option=""), inner)

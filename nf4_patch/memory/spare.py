@@ -1,0 +1,291 @@
+"""Find the memory that training leaves free, by observing the training, and share it among its users.
+
+The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such
+steps need. The budget is then the memory that is still free on the GPU, less a margin. Users get it in the order of
+their rank: first as much as each user wants, and then the first user gets the rest.
+
+In four cases all users give their memory back and wait for two more training steps:
+
+* before a forward pass with a larger batch (more rows or longer sequences),
+* before the first step of another optimizer,
+* when the free memory runs short,
+* when another process starts to use the GPU.
+
+A training step is counted when the next forward pass begins. Calls of ``optimizer.step`` are not counted, because one
+training step may have several of them, for example if every layer has an optimizer that runs during the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..nf4 import runtime
+from ..patching.context import backward_in_progress
+from ..patching.locks import new_lock
+from ..patching.replacement import Fallbacks
+from .waits import Waits
+
+STEPS = 2  # number of training steps to wait for; the first of them creates the optimizer's state
+SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
+# Spare memory leaves a margin of MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory free.
+# Training needs the margin, because equal training steps do not always take equal memory.
+MARGIN, MARGIN_PART = 2**29, 1 / 24
+CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more are in use, another process has them
+SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
+
+
+def nobody() -> None:
+    """Return None, as the weak reference to a freed tensor does."""
+
+
+def everything() -> int:
+    return sys.maxsize
+
+
+@dataclass(eq=False)
+class User:
+    """A part of nf4_patch that uses spare memory.
+
+    Attributes:
+        rank: users with a lower rank get memory first.
+        allow: sets the user's budget, in bytes per GPU. 0 means: give back all memory that can be freed now.
+        taken: bytes that the user holds now, by device.
+        most: the most bytes that the user has held since ``give_back``, by device. None if this is ``taken``.
+        wants: returns the most bytes per GPU that the user can use.
+    """
+
+    rank: int
+    allow: Callable[[int], None]
+    taken: Mapping[int, int]
+    most: Mapping[int, int] | None = None
+    wants: Callable[[], int] = everything
+    share: int = 0  # the budget that the user got last
+
+
+class Spare:
+    """The spare memory of the process. It observes the training while it has users.
+
+    CUDA graphs, for example, can join as a User that wants 0 bytes. The memory of their pool counts as needed by the
+    training, and ``allow(0)`` asks them to give it back.
+    """
+
+    def __init__(self) -> None:
+        self.users: list[User] = []
+        self.lock = new_lock()
+        self.hooks: tuple[Any, ...] = ()
+        # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
+        self.attempt = Fallbacks("memory.spare").attempt
+        self.next_look = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was learned about the training."""
+        self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
+        self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
+        self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
+        self.trains = False  # whether ``optimizers`` ever had an element
+        self.stepped = False  # whether an optimizer stepped since the latest forward pass
+        self.steps = 0  # training steps since the latest ``give_back``
+        self.why: Waits  # why there is no budget, while ``waits`` is True
+        self.numbers: tuple[int, ...]  # for the sentence of ``why``
+        self.waits = True
+        self.unsettled = False  # whether memory of the users was in use when they gave it back
+        # weak reference to the tensor that the method ``forward`` got last
+        self.forwarded: Callable[[], torch.Tensor | None] = nobody
+        self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
+        self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the users, by device
+        self.retries: dict[int, int] = {}  # allocations that had to free unused memory first, by device
+        self.why, self.numbers = Waits.TRAINING, ()
+
+    def join(self, user: User) -> None:
+        """Share spare memory with this user, from the next two training steps on."""
+        with self.lock:
+            if not self.users:
+                self.forget()
+                self.hooks = (
+                    register_optimizer_step_pre_hook(self.before_step),
+                    register_optimizer_step_post_hook(self.after_step),
+                )
+            self.users = sorted([*self.users, user], key=lambda each: each.rank)
+            if len(self.users) > 1:
+                self.give_back(Waits.OTHER_OPTION)
+
+    def leave(self, user: User) -> None:
+        """Stop changing the budget of this user. What it may hold now is its own affair."""
+        with self.lock:
+            if user not in self.users:
+                return
+            self.users = [each for each in self.users if each is not user]
+            user.share = 0
+            if not self.users:
+                for hook in self.hooks:
+                    hook.remove()
+                self.forget()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.attempt(self.started, optimizer)
+
+    def started(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give memory back before the first step of an optimizer, because this step allocates the optimizer's state."""
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = self.trains = True
+            self.give_back(Waits.OPTIMIZER)
+
+    def after_step(self, *_: Any) -> None:
+        self.stepped = True
+
+    def observe(self, *inputs: Any) -> None:
+        """Call ``observed``. Errors are logged, and do not interrupt the forward pass."""
+        self.attempt(self.observed, *inputs)
+
+    def forward(self, x: Any) -> None:
+        """Observe the input ``x`` of an autograd function.
+
+        The autograd function passes ``x`` on to an op whose replacement also observes its input. The attribute
+        ``forwarded`` tells this replacement that ``x`` was already observed.
+        """
+        self.observe(x)
+        self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
+
+    def observed(self, *inputs: Any) -> None:
+        """Update the budget at the start of a layer's forward, given the layer's arguments.
+
+        The size of the batch is read from the activations of shape [..., length, features] among these arguments.
+        """
+        found = [x for x in tensors(inputs) if x.is_cuda or runtime.runs_on(x)]
+        if not self.users or not found or runtime.is_capturing():
+            return
+        if self.trains and not self.optimizers:  # the training is over, and another one may have begun
+            self.forget()
+            self.give_back(Waits.TRAINING)
+        if self.stepped and backward_in_progress() == -1:  # not in the recompute of a checkpoint
+            self.stepped = False
+            self.steps += 1
+            if self.waits and self.unsettled:
+                self.settle()
+        shapes = tuple(x.shape for x in found)
+        if shapes != self.latest:
+            self.latest = shapes
+            sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
+            if sizes:
+                features, rows, lengths = zip(*sizes, strict=True)
+                self.before_batch(features[0], max(rows), max(lengths))
+        if self.waits and self.steps >= STEPS:
+            self.take()
+        if time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + SECONDS
+            self.look()
+
+    def before_batch(self, features: int, rows: int, length: int) -> None:
+        """Give memory back if this batch is larger than the earlier ones, because it may need more memory.
+
+        It is not larger if one earlier batch had at least as many rows and at least as long sequences. Only batches
+        with the same number of features are compared, because this number differs between images and text.
+        """
+        if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
+            self.sizes.add((features, rows, length))
+            self.give_back(Waits.BATCH, rows, length)
+
+    def look(self) -> None:
+        """Give memory back if the free memory runs short, or if another process has started to use the GPU."""
+        for device in {device for user in self.users for device, size in list(user.taken.items()) if size}:
+            memory = MemoryInfo.of(device)
+            retries = runtime.allocation_retries(device)
+            if memory.free < memory.margin // 2 or retries > self.retries.get(device, retries):
+                # Fragmentation counts as needed, so that the next budget is smaller.
+                fragmented = memory.reserved - sum((user.most or user.taken).get(device, 0) for user in self.users)
+                self.needed[device] = max(self.needed.get(device, 0), fragmented)
+                self.give_back(Waits.MEMORY, memory.free // 2**20, device)
+            elif memory.others > self.alone.get(device, 0) + SLACK:
+                self.give_back(Waits.OTHER_PROCESS, device)
+
+    def give_back(self, why: Waits, *numbers: int) -> None:
+        """Take the memory of all users back, and wait for two training steps.
+
+        Their memory goes back to the driver. Then PyTorch's reserved memory is only what training needs.
+        """
+        self.steps, self.waits = 0, True
+        self.why, self.numbers = why, numbers
+        held = any(any((user.most or user.taken).values()) for user in self.users)
+        for user in self.users:
+            user.share = 0
+            user.allow(0)
+        if held and not runtime.is_capturing():
+            self.settle()
+
+    def settle(self) -> None:
+        """Free PyTorch's unused blocks. Activations that wait for their backward are freed one step later."""
+        self.unsettled = any(any(user.taken.values()) for user in self.users)
+        runtime.empty_cache()
+
+    def take(self) -> None:
+        """Share the memory that training leaves free, less the margin.
+
+        After the training steps so far, PyTorch has reserved all the memory that a training step needs.
+        """
+        found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
+        for device, memory in found.items():
+            self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
+            if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
+                self.why, self.numbers, self.steps = Waits.OTHER_PROCESS, (device,), 0
+                return
+            self.alone[device] = memory.others
+            self.retries[device] = runtime.allocation_retries(device)
+        rest = min((m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items()), default=0)
+        if rest <= 0:
+            self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
+            return
+        self.waits = False
+        for user in self.users:
+            user.share = min(rest, user.wants())
+            rest -= user.share
+        self.users[0].share += rest
+        # PyTorch's unused blocks are freed first. A cached weight could take part of a block that training needs whole.
+        runtime.empty_cache()
+        for user in self.users:
+            user.allow(user.share)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def size_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Return the number of features, the number of rows and the length of activations [..., length, features]."""
+    *sizes, features = x.shape
+    return features, math.prod(sizes), sizes[-1] if sizes else 1
+
+
+class MemoryInfo(NamedTuple):
+    """The memory of a GPU, in bytes."""
+
+    free: int  # memory that PyTorch can still allocate from the driver
+    reserved: int  # memory that PyTorch holds
+    others: int  # memory in use outside PyTorch, by this process's CUDA context and by other processes
+    margin: int  # memory that the users leave free
+
+    @classmethod
+    def of(cls, device: int) -> MemoryInfo:
+        free, total = runtime.mem_get_info(device)
+        reserved = runtime.memory_reserved(device)
+        allowed = int(runtime.memory_fraction(device) * total)
+        others = total - free - reserved
+        return cls(min(free, allowed - reserved), reserved, others, MARGIN + int(MARGIN_PART * allowed))
+
+
+spare = Spare()
