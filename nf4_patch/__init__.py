@@ -51,6 +51,7 @@ Matmul = Literal["off", "auto"]
 Experts = Literal["off", "4bit"]
 Lora = Literal["off", "fused"]
 Graphs = Literal["off", "auto"]
+Merge = Literal["off", "reversible"]
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 def enable(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None, graphs: Graphs | None = None,
+    offload: str | int | None = None, graphs: Graphs | None = None, merge: Merge | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
@@ -91,6 +92,9 @@ def enable(
         graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
             training with gradient checkpointing, and in generation with transformers' static cache. Results are
             bit-identical. "off", the default, runs the layers eagerly.
+        merge: "reversible" lets ``unmerge_adapter()`` restore the packed bytes that 4-bit linear layers had before
+            ``merge_adapter()``. It takes host memory for one copy of the packed weights. "off", the default, runs
+            peft's code, which quantizes the layers again.
 
     Returns:
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
@@ -100,7 +104,9 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs)
+    return hooks.enable(
+        matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, merge=merge
+    )
 
 
 def disable() -> None:
@@ -137,7 +143,7 @@ def is_enabled() -> bool:
 @contextlib.contextmanager
 def enabled(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None, graphs: Graphs | None = None,
+    offload: str | int | None = None, graphs: Graphs | None = None, merge: Merge | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
@@ -146,7 +152,9 @@ def enabled(
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs):
+    with hooks.block(
+        matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, merge=merge
+    ):
         yield
 
 
