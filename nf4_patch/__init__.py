@@ -52,6 +52,7 @@ Matmul = Literal["off", "auto"] | bool
 Experts = Literal["off", "4bit"] | bool
 Lora = Literal["off", "fused"] | bool
 Graphs = Literal["off", "auto"] | bool
+Merge = Literal["off", "reversible"] | bool
 
 
 def __getattr__(name: str) -> Any:
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
 def enable(
     profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
-    activations: str | int | None = None,
+    activations: str | int | None = None, merge: Merge | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
@@ -100,6 +101,9 @@ def enable(
         activations: "auto" lets decoder layers under gradient checkpointing keep their activations while memory is spare,
             so that these layers are not computed twice. Results are bit-identical. "8GiB" limits this memory on every
             GPU. "off", the default, or 0 keeps none.
+        merge: "reversible" lets ``unmerge_adapter()`` restore the packed bytes that 4-bit linear layers had before
+            ``merge_adapter()``. It takes host memory for one copy of the packed weights. "off", the default, runs
+            peft's code, which quantizes the layers again.
 
     Returns:
         True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
@@ -111,7 +115,8 @@ def enable(
     from .patching import hooks
 
     return hooks.enable(
-        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations,
+        merge=merge,
     )  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def is_enabled() -> bool:
 def enabled(
     profile: Profile | None = None, *, matmul: Matmul | None = None, cache: str | int | None = None,
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
-    activations: str | int | None = None,
+    activations: str | int | None = None, merge: Merge | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
@@ -163,7 +168,8 @@ def enabled(
     from .patching import hooks
 
     with hooks.block(
-        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
+        profile, matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations,
+        merge=merge,
     ):  # fmt: skip
         yield
 

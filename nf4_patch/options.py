@@ -11,9 +11,10 @@ from .graphs.option import GraphsStatus as GraphsStatus
 from .lora.option import LORA
 from .matmul.option import MATMUL
 from .matmul.option import MatmulStatus as MatmulStatus
+from .merge.option import MERGE
 from .moe.option import EXPERTS
 from .offload.option import OFFLOAD
 from .offload.option import OffloadStatus as OffloadStatus
 from .patching.option import OPTIONS
 
-OPTIONS.update({option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS, ACTIVATIONS)})
+OPTIONS.update({option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS, ACTIVATIONS, MERGE)})
