@@ -31,6 +31,7 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
+from .computed import Computed, say
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import supports
 from .recompute import decisions_of
@@ -82,10 +83,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether nobody has changed the classes of the layer and of its base layer.
-
-    ``layer`` must have peft's own class. ``base`` must have one of bitsandbytes' 4-bit classes, and this class must
-    still have bitsandbytes' forward.
+    """Return whether ``layer`` has peft's own class, and ``base`` one of bitsandbytes' 4-bit classes.
 
     Args:
         hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
@@ -94,7 +92,6 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
     return (
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
-        and library.Linear4bit.forward.__module__ == library.__name__
         and not (hooked and (any(HOOKS_ON_ALL) or is_called_otherwise(base)))
     )
 
@@ -205,6 +202,10 @@ def linear(target: Target, original: Function) -> Function:
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedLora(target.name, dequantizer.fallbacks)
+    replaced = Computed(original).replaced
+    # While Dynamo traces, it calls the function and takes the answer as a constant.
+    replaced_in_trace: Any = lambda: replaced() != ""  # noqa: E731
+    replaced_in_trace._dynamo_marked_constant = True
     attempt: Any = dequantizer.fallbacks.attempt
 
     def decode(packed: Any, state: Any, dtype: torch.dtype) -> Tensor | Reason:
@@ -245,6 +246,8 @@ def linear(target: Target, original: Function) -> Function:
             return adapters
         if not is_plain(self, base, True):
             return Reason.LORA_HOOKED
+        if replaced_in_trace():
+            return Reason.LORA_REPLACED
         only = only_adapter(adapters, base, x, dtypes_of(base, x))
         if isinstance(only, Reason):
             return only
@@ -294,6 +297,9 @@ def linear(target: Target, original: Function) -> Function:
             return adapters
         if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
+        if not again and (name := replaced()):
+            say(name)
+            return Reason.LORA_REPLACED
         packed, bias = base.weight, base.bias
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight has no quant_state
         shape = tuple(getattr(state, "shape", ()))

@@ -86,6 +86,11 @@ class Reason(enum.Enum):
         "the layer, its base layer, lora_A, lora_B or dropout is a subclass, or has a hook or parametrization",
         "train with DDP or FSDP2 instead of DeepSpeed ZeRO-3, which hooks every module",
     )
+    LORA_REPLACED = (
+        "another library or the script replaced or wrapped a function that fused LoRA would compute itself "
+        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so that function runs",
+        "see the log for the function's name, and take the replacement out to use the option",
+    )
     LORA_DTYPES = (
         "the dtypes of the input, the adapter and the base layer cannot be combined (fp32 activations without autocast, for example)",
         "train under autocast (Trainer: fp16=True or bf16=True), or without prepare_model_for_kbit_training, "
@@ -144,5 +149,5 @@ EXPECTED = {
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
-    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
+    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_REPLACED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip
