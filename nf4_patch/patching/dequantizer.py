@@ -39,12 +39,13 @@ def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
     If the caller is a function in PASSED_ON, the caller of that function is checked instead. Only
-    ``Dequantizer.of_state`` may call this function, because the caller is found by its distance on the call stack.
+    ``Dequantizer.of_state`` and ``cpu.corrected`` may call this function, because the caller is found by its distance on
+    the call stack.
 
     Args:
         module: the start of a module's name, for example "unsloth.".
     """
-    try:  # Frame 1 is of_state, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
+    try:  # Frame 1 is of_state or corrected, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
         frame: FrameType | None = sys._getframe(4)
     except ValueError:  # no Python code called the replacement
         return False
