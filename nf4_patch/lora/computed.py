@@ -106,6 +106,6 @@ class Computed:
 def say(name: str) -> None:
     """Log once that a replaced function runs."""
     warn_once(
-        f'nf4_patch: lora="fused" does not run, because {name} is not the library\'s own function. '
-        "The function in its place runs, with peft's forward. To use the option, take that function out"
+        f"nf4_patch: peft's forward runs, because {name} is not the library's own function. "
+        'To use lora="fused" or matmul="auto" there, take the other function out'
     )
