@@ -11,6 +11,7 @@ from ..cache.store import cache
 from ..matmul.product import FusedMatmul
 from ..patching.context import casts
 from ..patching.counters import warn_once
+from ..patching.cpu import AUTOGRAD, corrected
 from ..patching.dequantizer import Dequantizer, served
 from ..patching.quant_state import cpu_packing_or, linear_weight
 from ..patching.reasons import Reason
@@ -22,6 +23,7 @@ COMPUTES_IN_FP32 = (
     "nf4_patch: 4-bit layers compute in fp32, which is slow. load_in_4bit=True alone means fp32: also set "
     "bnb_4bit_compute_dtype=torch.bfloat16 in BitsAndBytesConfig (torch.float16 on a T4)"
 )
+TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
@@ -36,14 +38,17 @@ def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
     )
 
 
-@served(readers="bitsandbytes.autograd._functions")
+@served(readers=AUTOGRAD)
 def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Any:
     """Adapter for ``bitsandbytes.functional.dequantize_4bit``."""
     # The defaults are checked here to save a call of ``agrees``, which takes 0.07 us (2-core CPU machine, Python 3.11).
     defaults = absmax is None and blocksize is None and quant_type == "fp4"
     if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
         return Reason.ARGUMENTS
-    return serve(A, quant_state, out, False, True)
+    result = serve(A, quant_state, out, False, True)
+    if type(result) is Reason and (dense := corrected(TARGET, A, quant_state, out)) is not None:
+        return dense
+    return result
 
 
 def dequant_linear(target: Target, original: Function) -> Function:

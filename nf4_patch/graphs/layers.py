@@ -326,12 +326,10 @@ class Replay(context.PlainFunction):
 
 def is_intercepted(gradient: Tensor) -> bool:
     """Return whether a mode or a transform sees every operation of a backward, for example under ``is_grads_batched``."""
-    if context.modes_active() or context.function_mode_active() or context.is_batched(gradient):
-        return True
-    return context.transforms_active() is not None
+    return context.watched(gradient) is not None
 
 
-def is_checkpointed() -> bool:
+def is_in_checkpoint() -> bool:
     """Return whether the forward runs inside a non-reentrant checkpoint."""
     hooks = context.saved_tensors_hooks(False)
     return type(hooks) is tuple and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
@@ -423,16 +421,14 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         return Reason.GRAPH_ARGUMENTS
     if args[0].dtype is torch.float32 and offloads(options["use_reentrant"]):  # Unsloth rounds it to bf16
         return Reason.GRAPH_CHECKPOINT
-    if context.modes_active() or context.function_mode_active():
-        return Reason.DISPATCH_MODE
-    if context.transforms_active() is not None:
-        return Reason.FUNCTORCH_TRANSFORM
+    if (watcher := context.watched()) is not None:
+        return watcher
     collector: Any = sys.modules.get("transformers.utils.output_capturing")
     if any(HOOKS_ON_ALL) or (collector is not None and collector._active_collector.get()):
         return Reason.GRAPH_HOOKED
     if (
         context.backward_in_progress() != -1 or torch.is_anomaly_enabled() or runtime.is_capturing()
-        or is_checkpointed() or switch.gates["offload"].on
+        or is_in_checkpoint() or switch.gates["offload"].on
     ):  # fmt: skip
         return Reason.GRAPH_MODE
     return None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patching.context import PlainFunction, is_compiling
+from ..patching.context import PlainFunction, is_compiling, watched
 from .launch import correlate, expand, project
 
 
@@ -134,6 +134,7 @@ class LoraProduct(PlainFunction):
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()
         saved: list[Tensor | None] = []
+        copy: Tensor | None = None
         for index, (kind, scale, is_x) in enumerate(adapters):
             z, a, b = tensors[3 * index : 3 * index + 3]
             z = x if is_x else z
@@ -141,6 +142,9 @@ class LoraProduct(PlainFunction):
             inner = factors.inner(z)
             y = cast(factors.outer(inner, y), x.dtype if y is None else y.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
+            if of_a and is_x and a.dtype is not x.dtype:
+                # Here peft saves x as a copy in the dtype of A. So the caller may write into x before the backward.
+                z = copy = x.clone() if copy is None else copy
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
         ctx.dense, ctx.adapters = dense, adapters
@@ -153,13 +157,14 @@ class LoraProduct(PlainFunction):
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
             saved = ctx.saved_tensors  # read only once, because a checkpoint returns each saved tensor only once
-            traced = is_compiling()  # compiled autograd traces PyTorch's products, but cannot trace our kernels
+            # Compiled autograd, modes and transforms (is_grads_batched) see PyTorch's products, but not our kernels.
+            plain = is_compiling() or watched(gradient) is not None
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
                 of_z, of_a, of_b = needed[3 * index : 3 * index + 3]
                 z, inner, a, b = saved[4 * index : 4 * index + 4]
-                factors = (Factors if traced else kind)(a, b, scale)
+                factors = (Factors if plain else kind)(a, b, scale)
                 t: Any = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
                 z_gradient = None
                 if is_x and of_x:

@@ -32,6 +32,7 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
+from .computed import Computed, say
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import supports
 from .recompute import decisions_of
@@ -42,6 +43,7 @@ FEW_ROWS = 128
 # Supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 BF16, FP32 = torch.bfloat16, torch.float32
+MODES = Reason.FUNCTION_MODE, Reason.DISPATCH_MODE
 lora_gate, matmul_gate = switch.gates["lora"], switch.gates["matmul"]
 # unsafe_view reshapes a tensor that nobody else holds. F.linear also uses it.
 # If ``run`` returned an ordinary view, nobody could write to the view after a change of the grad mode.
@@ -62,7 +64,8 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
         return Reason.LORA_INACTIVE
     as_x = torch.is_autocast_enabled(x.device.type)
     for name in names:
-        if name in layer.lora_variant or layer.lora_bias.get(name):
+        scale = layer.scaling[name]
+        if name in layer.lora_variant or layer.lora_bias.get(name) or not isinstance(scale, (int, float)):
             return Reason.LORA_VARIANT
         parts = all_a[name], modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
         for part, kinds in zip(parts, KINDS, strict=True):
@@ -76,15 +79,12 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
         if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
             return Reason.LORA_DTYPES
-        found.append((a, b, dropout, layer.scaling[name]))
+        found.append((a, b, dropout, scale))
     return found
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether nobody has changed the classes of the layer and of its base layer.
-
-    ``layer`` must have peft's own class. ``base`` must have one of bitsandbytes' 4-bit classes, and this class must
-    still have bitsandbytes' forward.
+    """Return whether ``layer`` has peft's own class, and ``base`` one of bitsandbytes' 4-bit classes.
 
     Args:
         hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
@@ -93,7 +93,6 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
     return (
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
-        and library.Linear4bit.forward.__module__ == library.__name__
         and not (hooked and (any(HOOKS_ON_ALL) or is_called_otherwise(base)))
     )
 
@@ -135,7 +134,7 @@ def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tupl
     if len(adapters) != 1:
         return Reason.LORA_OPERANDS
     a, b, dropout, scale = adapters[0]
-    if type(scale) not in (int, float) or (dropout.training and getattr(dropout, "p", 0)):
+    if dropout.training and getattr(dropout, "p", 0):
         return Reason.LORA_OPERANDS
     if dtypes != (x.dtype, x.dtype) or (base.compute_dtype or x.dtype) is not x.dtype:
         return Reason.LORA_DTYPES
@@ -204,6 +203,10 @@ def linear(target: Target, original: Function) -> Function:
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedLora(target.name, dequantizer.fallbacks)
+    replaced = Computed(original).replaced
+    # While Dynamo traces, it calls the function and takes the answer as a constant.
+    replaced_in_trace: Any = lambda: replaced() != ""  # noqa: E731
+    replaced_in_trace._dynamo_marked_constant = True
     attempt: Any = dequantizer.fallbacks.attempt
     uses = counters.uses_of("lora")
 
@@ -234,10 +237,10 @@ def linear(target: Target, original: Function) -> Function:
         For few rows without a gradient, call the custom op and return its result. Otherwise return the Reason why
         Dynamo has to trace peft's forward.
         """
-        if not matmul_gate.on or torch.is_grad_enabled() or context.is_exporting():
+        if not matmul_gate.on or torch.is_grad_enabled():
             return Reason.MATMUL_OPERANDS
-        if context.function_modes() and context.function_mode_active():
-            return Reason.FUNCTION_MODE
+        if (watcher := context.watched_trace()) is not None:
+            return watcher
         if type(x) not in PLAIN:
             return Reason.TENSOR_SUBCLASS
         adapters, base = adapters_of(self, x, args, kwargs, True), self.base_layer
@@ -245,6 +248,8 @@ def linear(target: Target, original: Function) -> Function:
             return adapters
         if not is_plain(self, base, True):
             return Reason.LORA_HOOKED
+        if replaced_in_trace():
+            return Reason.LORA_REPLACED
         only = only_adapter(adapters, base, x, dtypes_of(base, x))
         if isinstance(only, Reason):
             return only
@@ -286,22 +291,23 @@ def linear(target: Target, original: Function) -> Function:
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):
             return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA
-        if not again and context.function_mode_active():  # a mode would see the accesses below
-            return Reason.FUNCTION_MODE
+        watcher = context.watched()
+        if watcher is not None and not (again and watcher in MODES):
+            return watcher
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
         if isinstance(adapters, Reason):
             return adapters
         if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
+        if not again and (name := replaced()):
+            say(name)
+            return Reason.LORA_REPLACED
         packed, bias = base.weight, base.bias
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight has no quant_state
         shape = tuple(getattr(state, "shape", ()))
         dtypes = dtypes_of(base, x)
         plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
         refused = (
-            (Reason.DISPATCH_MODE, not again and context.modes_active()),
-            (Reason.EXPORTING, context.is_jit_tracing()),
-            (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # a layout for CPU kernels only

@@ -17,15 +17,7 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.weight import LIMIT, PackedWeight
 from ..patching import guards
-from ..patching.context import (
-    PLAIN,
-    function_mode_active,
-    is_jit_tracing,
-    modes_active,
-    plain_methods,
-    returns_tensors,
-    transforms_active,
-)
+from ..patching.context import PLAIN, is_jit_tracing, plain_methods, returns_tensors, watched
 from ..patching.counters import counters
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
@@ -127,12 +119,8 @@ class FusedMatmul:
         if type(weight) is Reason:
             # bitsandbytes itself multiplies by a weight that is packed for the CPU. So on the CPU this is no error.
             return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
-        if modes_active():
-            return Reason.DISPATCH_MODE
-        if transforms_active() is not None:
-            return Reason.FUNCTORCH_TRANSFORM
-        if function_mode_active():
-            return Reason.FUNCTION_MODE
+        if (watcher := watched()) is not None:
+            return watcher
         if type(x) not in PLAIN or not returns_tensors(type(packed)):
             return Reason.TENSOR_SUBCLASS
         if bias is not None and type(bias) not in PLAIN:

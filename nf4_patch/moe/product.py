@@ -116,7 +116,7 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
     return y if addend is None else (y + addend).to(y.dtype)
 
 
-def is_checkpointed() -> bool:
+def frees_saved_tensors() -> bool:
     """Return whether gradient checkpointing soon frees the tensors that autograd saves now.
 
     If so, saving a dense stack costs little memory. This is the case in the forward of a checkpoint, because the
@@ -139,7 +139,7 @@ def is_kept_packed() -> bool:
     Under gradient checkpointing the answer is False. The forward and the recompute each decode the stack. If the
     recompute saves the dense stack, the backward need not decode the stack a third time.
     """
-    return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
+    return torch.is_grad_enabled() and transforms_active() is None and not frees_saved_tensors()
 
 
 class ExpertWeight(NamedTuple):

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from ..nf4.runtime import has_memory
 from ..offload import prefetch
 from ..patching.context import is_compiling, own_dispatch
+from ..patching.cpu import corrected
 from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise, is_written_in
 from ..patching.reasons import Reason
@@ -49,6 +50,8 @@ class PackedExperts:
                     result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
+            if (right := corrected("packed experts", self.packed, self.state, None)) is not None:
+                return right
             from bitsandbytes.functional import dequantize_4bit
 
             dense: Tensor = dequantize_4bit(self.packed, self.state)

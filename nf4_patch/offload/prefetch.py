@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache.store import cache
 from ..nf4.weight import LIMIT, PackedWeight
-from ..patching.context import modes_active, transforms_active
+from ..patching.context import watched
 from ..patching.dequantizer import Dequantizer
 from ..patching.locks import new_lock
 from ..patching.quant_state import new, weight_of
@@ -165,9 +165,9 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 
     If the weight cache has its dense weight, return that. Otherwise decode the weight's copy in a prefetch buffer.
     """
-    block = None if modes_active() else blocks.get(packed.data_ptr(), no_block)()
+    block = None if watched() is not None else blocks.get(packed.data_ptr(), no_block)()
     weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
-    fingerprint = None if type(weight) is Reason or transforms_active() is not None else fingerprint_of(weight)
+    fingerprint = None if type(weight) is Reason else fingerprint_of(weight)
     if block is None or fingerprint is None or host_memory.cuda.is_captured(packed.get_device()):
         return dequantizer.of_state(packed, state, only_read=only_read)
     prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))

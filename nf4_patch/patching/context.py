@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from .reasons import Reason
+
 # is_compiling returns whether Dynamo traces. torch.export(strict=False) does not use Dynamo, so is_compiling returns
 # False during such an export. Callers recognize the export by its dispatch mode.
 is_compiling = torch.compiler.is_dynamo_compiling
-# Dequantizer calls is_jit_tracing only if it has no launch for a weight. This is enough: under torch.jit.trace a shape
-# holds tensors, so no stored launch is ever found for the weight.
 is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
 # function_modes returns the number of active TorchFunctionModes. torch.set_default_device activates such a mode too.
@@ -59,6 +59,32 @@ def function_mode_active() -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a batch of tensors, in a backward with ``is_grads_batched``."""
     return bool(torch._C._dispatch_keys(tensor).has(batched))
+
+
+def watched(gradient: torch.Tensor | None = None) -> Reason | None:
+    """Return the Reason why every operation of this eager call must be visible to PyTorch, or None.
+
+    Transforms and traces come first, because a call cannot ignore them. A recompute may ignore modes.
+
+    Args:
+        gradient: the gradient that a backward received.
+    """
+    if transforms_active() is not None or (gradient is not None and is_batched(gradient)):
+        return Reason.FUNCTORCH_TRANSFORM
+    if is_jit_tracing():
+        return Reason.EXPORTING
+    if function_modes() and function_mode_active():
+        return Reason.FUNCTION_MODE
+    if modes_active():
+        return Reason.EXPORTING if is_exporting() else Reason.DISPATCH_MODE
+    return None
+
+
+def watched_trace() -> Reason | None:
+    """Answer like ``watched``, while Dynamo traces. Dynamo can trace this function."""
+    if function_modes() and function_mode_active():
+        return Reason.FUNCTION_MODE
+    return Reason.EXPORTING if is_exporting() else None
 
 
 class PlainFunction(torch.autograd.Function):

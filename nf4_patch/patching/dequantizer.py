@@ -15,17 +15,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import launch as launches
 from ..nf4.weight import PackedWeight
 from . import guards, op
-from .context import (
-    function_mode_active,
-    function_modes,
-    is_exporting,
-    is_jit_tracing,
-    keep_dynamo_out,
-    modes_active,
-    plain_methods,
-    returns_tensors,
-    transforms_active,
-)
+from .context import keep_dynamo_out, plain_methods, returns_tensors, watched, watched_trace
 from .counters import HitCounter, counters
 from .quant_state import fields_of, new
 from .reasons import Reason
@@ -49,12 +39,13 @@ def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
     If the caller is a function in PASSED_ON, the caller of that function is checked instead. Only
-    ``Dequantizer.of_state`` may call this function, because the caller is found by its distance on the call stack.
+    ``Dequantizer.of_state`` and ``cpu.corrected`` may call this function, because the caller is found by its distance on
+    the call stack.
 
     Args:
         module: the start of a module's name, for example "unsloth.".
     """
-    try:  # Frame 1 is of_state, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
+    try:  # Frame 1 is of_state or corrected, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
         frame: FrameType | None = sys._getframe(4)
     except ValueError:  # no Python code called the replacement
         return False
@@ -140,10 +131,9 @@ class Dequantizer:
             if fields is Reason.CPU_PACKING:
                 raise ValueError(fields.sentence)
             return fields
-        if function_modes() and function_mode_active():
-            return Reason.FUNCTION_MODE
-        if is_exporting():
-            return Reason.EXPORTING
+        watcher = watched_trace()
+        if watcher is not None:
+            return watcher
         if out is not None:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
@@ -166,12 +156,9 @@ class Dequantizer:
                 overwrites.
             only_read: whether the caller only reads the result. If so, the result may be a cached tensor.
         """
-        if function_modes() and function_mode_active():
-            return Reason.FUNCTION_MODE
-        if modes_active():
-            return self.dispatch(weight, out)
-        if transforms_active() is not None:
-            return Reason.FUNCTORCH_TRANSFORM
+        watcher = watched()
+        if watcher is not None:
+            return self.dispatch(weight, out) if watcher is Reason.DISPATCH_MODE else watcher
         if only_read and reader.on and out is None:
             found = reader.read(weight, self.run)
             if found is not None:
@@ -200,8 +187,6 @@ class Dequantizer:
         return result
 
     def why_not(self, weight: PackedWeight, out: Tensor | None = None) -> Reason | None:
-        if is_jit_tracing():
-            return Reason.EXPORTING
         if has_gradient(weight.packed):
             return Reason.REQUIRES_GRAD
         return guards.why_not(weight, out=out)
@@ -229,8 +214,6 @@ class Dequantizer:
 
     def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
         """Dequantize by calling the custom op, so that active dispatch modes see the call. Count no hit."""
-        if is_exporting():
-            return Reason.EXPORTING
         reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*weight) if reason is None else reason
 

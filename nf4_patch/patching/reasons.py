@@ -17,7 +17,7 @@ class Reason(enum.Enum):
     )
     ROCM = "this PyTorch is built for ROCm, and the kernel runs on NVIDIA GPUs only"
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
-    FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"
+    FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active, or a backward with is_grads_batched"
     DISPATCH_MODE = "a TorchDispatchMode is active, which would not see the operators that the original calls"
     FUNCTION_MODE = "a TorchFunctionMode is active, which would not see the functions that the original calls"
     TENSOR_SUBCLASS = (
@@ -81,10 +81,15 @@ class Reason(enum.Enum):
     EXPERT_PARALLEL = "the experts of a layer are distributed over several processes"
     EXPERT_BLOCKS = "a quantization block spans two experts, so all experts are dequantized"
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"
-    LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...) or has a bias"
+    LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...), or has a bias or a tensor as its scaling"
     LORA_HOOKED = (
         "the layer, its base layer, lora_A, lora_B or dropout is a subclass, or has a hook or parametrization",
         "train with DDP or FSDP2 instead of DeepSpeed ZeRO-3, which hooks every module",
+    )
+    LORA_REPLACED = (
+        "another library or the script replaced or wrapped a function that fused LoRA would compute itself "
+        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so that function runs",
+        "see the log for the function's name, and take the replacement out to use the option",
     )
     LORA_DTYPES = (
         "the dtypes of the input, the adapter and the base layer cannot be combined (fp32 activations without autocast, for example)",
@@ -176,7 +181,7 @@ EXPECTED = {
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     *(reason for reason in Reason if reason.name.startswith(("GRAPH_", "ACTIVATIONS_")) and reason.name != "GRAPH_CAPTURE"),
-    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
+    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_REPLACED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip
 # NOT_MEANT: Reasons for calls that an option is not made for, such as an evaluation, or handles only in part.
 NOT_MEANT = {

@@ -22,6 +22,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
 from ..options import OPTIONS
+from ..patching import cpu
 from ..patching.config import VARIABLES, Config, options_set, unknown_variables
 from ..patching.option import FAST, size_in_words
 from ..patching.reasons import Reason
@@ -89,6 +90,7 @@ class DoctorReport(Report):
     variables: list[str]  # the NF4_* variables that are set, with remarks
     lines: dict[str, str] = field(default_factory=dict)  # the line to type, by what it is for
     verbose: bool = False  # show every target and kernel
+    cpu: str = ""  # the fault of bitsandbytes on this CPU
 
     def problems(self) -> list[str]:
         """Return the reasons why calls would run the original.
@@ -132,6 +134,8 @@ class DoctorReport(Report):
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
         yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
         yield from self.variables
+        if self.cpu:
+            yield self.cpu
         if self.verbose:
             yield from self.details()
         else:
@@ -170,6 +174,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
+        fault_on_the_cpu(),
     )  # fmt: skip
 
 
@@ -207,6 +212,15 @@ def variables_in_force(config: Config) -> list[str]:
         how = "Start the program with `nf4-patch run`, or import nf4_patch in it"
         lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does). {how}")
     return [*lines, *unknown_variables()]
+
+
+def fault_on_the_cpu() -> str:
+    if "bitsandbytes" not in sys.modules or not cpu.misreads_rows():
+        return ""
+    return (
+        f"{cpu.why_wrong()}. While the patch is on, dequantize_4bit, model.dequantize() and merges are right there, but layers "
+        "still multiply wrongly. Train and evaluate such models on a GPU"
+    )
 
 
 def why_no_gpu() -> str:

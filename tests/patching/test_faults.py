@@ -169,6 +169,10 @@ def test_without_a_gpu(tmp_path):
     program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")
 
 
+def test_rows_that_bitsandbytes_decodes_wrongly_on_a_cpu():
+    program("rows_on_cpu", CUDA_VISIBLE_DEVICES="")
+
+
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
 def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
     done = program("missing_dependency", name, NF4_PATCH="1")

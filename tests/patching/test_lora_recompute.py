@@ -70,7 +70,7 @@ def hooked(module):
 
 # Circumstances that exist only in the forward or only in the backward, and the Reason of each outside of a recompute.
 CIRCUMSTANCES = {
-    "FlopCounterMode": (lambda model: FlopCounterMode(display=False), Reason.LORA_HOOKED),
+    "FlopCounterMode": (lambda model: FlopCounterMode(display=False), Reason.DISPATCH_MODE),
     "a dispatch mode": (lambda model: Watching(), Reason.DISPATCH_MODE),
     "a hook on every module": (
         lambda model: register_module_forward_hook(lambda module, args, result: None), Reason.LORA_HOOKED

@@ -23,7 +23,7 @@ from nf4_patch.cache.pinned import Layers, dense_of
 
 tiny_experts.DEVICE = CPU = torch.device("cpu")
 OPTIONS = {"matmul": "auto", "cache": "6GB", "experts": "4bit", "lora": "fused", "offload": "6GB"}
-EXPECTED = {"NOT_CUDA", "MATMUL_OPERANDS", *["LORA_HOOKED"] * bool(unsloth)}  # Unsloth replaces forwards of peft's
+EXPECTED = {"NOT_CUDA", "MATMUL_OPERANDS", *["LORA_REPLACED"] * bool(unsloth)}  # Unsloth replaces forwards of peft's
 
 
 def dense():

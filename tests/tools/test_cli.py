@@ -388,3 +388,14 @@ def test_the_callback_writes_where_its_file_was_named_and_fails_no_training_at_i
     missing = tmp_path / "there" / "report.json"
     assert capsys.readouterr() == ("", f"nf4_patch: {missing} could not be written: No such file or directory\n")
     assert "targets" in json.loads((tmp_path / "report.json").read_text())
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_doctor_names_the_fault_of_bitsandbytes_on_this_cpu(monkeypatch, faulty):
+    import bitsandbytes  # noqa: F401
+
+    monkeypatch.setattr(doctor.cpu, "misreads_rows", lambda: faulty)
+    said = doctor.fault_on_the_cpu()
+    assert ("no multiple of the blocksize" in said) is faulty
+    report = doctor.DoctorReport("a machine", {}, [], "", [], [], [], cpu=said)
+    assert (said in list(report.render())) is faulty or not faulty
