@@ -204,7 +204,9 @@ class GraphedLayer:
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
-    pending: Callable[[], Any] = staticmethod(not_pending)  # a weak reference to the latest call that awaits its backward
+    pending: Callable[[], Any] = staticmethod(
+        not_pending
+    )  # a weak reference to the latest call that awaits its backward
 
     def __init__(self, pool: Pool, task: Task):
         """Warm up the layer and capture its two graphs: the forward, and the recompute with the backward.

@@ -562,7 +562,11 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
                 with pool.lock, pool.leaving_enough() if trains else contextlib.nullcontext():
                     graph = (GraphedLayer if trains else GraphedForward)(pool, task)
                 pool.longest = max(pool.longest, length)
-                if trains and graph.is_random and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]:
+                if (
+                    trains
+                    and graph.is_random
+                    and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]
+                ):
                     graph.reset()
                     return Refusal(Reason.GRAPH_CHECKPOINT, "it draws random numbers, and preserve_rng_state is False")
                 return graph

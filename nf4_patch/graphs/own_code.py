@@ -166,11 +166,15 @@ class Code:
         """Describe code of the script or notebook that the layer runs, or state of it that a library's function holds."""
         for function in self.functions:
             if not is_library(function):
-                return f"it runs {function.__module__}.{function.__qualname__}, which is not code of an installed library"
+                return (
+                    f"it runs {function.__module__}.{function.__qualname__}, which is not code of an installed library"
+                )
         for value in self.attributes:
             for held in held_by(value):
                 if not is_constant(held):
-                    return f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
+                    return (
+                        f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
+                    )
         return ""
 
     def names(self, name: str) -> bool:
