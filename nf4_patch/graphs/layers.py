@@ -35,7 +35,7 @@ from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
 from .option import GraphsStatus
-from .own_code import cells_of, functions_in, is_library
+from .own_code import cells_of, functions_in, hooks_on_activations, is_library
 from .pool import Pool, Refusal
 
 SIGHTINGS = 2  # eager calls before the first capture
@@ -531,6 +531,21 @@ def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     )
 
 
+def noticing_hooks(function: Function, watching: list[bool]) -> Function:
+    """Make a Task's function raise a Refusal if the layer puts a hook on an activation, which a replay would not run."""
+
+    def noticed(*arguments: Any) -> Any:
+        if not watching or runtime.is_capturing():
+            return function(*arguments)
+        with hooks_on_activations() as found:
+            result = function(*arguments)
+        if found:
+            raise Refusal(Reason.GRAPH_HOOKED, f"the layer calls {found[0]} on an activation")
+        return result
+
+    return noticed
+
+
 def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
     """Capture the layer for a key. Return its graphs, or a Refusal that says why the layer cannot be captured.
 
@@ -541,7 +556,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
     if detail := fingerprint.code.foreign():
         return Refusal(Reason.GRAPH_OWN_CODE, detail)
     if graphs.is_shared(layer):
-        return Refusal(Reason.GRAPH_SHARED, "")
+        return Refusal(Reason.GRAPH_REUSED, "")
     if is_sharded(layer, fingerprint):
         return Refusal(Reason.GRAPH_SHARDED, "")
     if is_hooked(layer, fingerprint):
@@ -550,6 +565,10 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
         task = task_of(fingerprint)
     except Refusal as refusal:
         return refusal
+    if sys.getprofile() is not None:
+        return Refusal(Reason.GRAPH_MODE, "a Python profiler is active, which a capture would interrupt")
+    watching = [True]
+    task = task._replace(function=noticing_hooks(task.function, watching))
     device, length, trains = task.x.get_device(), task.x.numel(), task.static_cache is None
     with graphs.lock:
         while True:
@@ -561,6 +580,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
                 # The graphs of a decode step take little memory.
                 with pool.lock, pool.leaving_enough() if trains else contextlib.nullcontext():
                     graph = (GraphedLayer if trains else GraphedForward)(pool, task)
+                watching.clear()
                 pool.longest = max(pool.longest, length)
                 if (
                     trains
@@ -648,7 +668,7 @@ def graphed(target: Target, original: Function) -> Function:
         # The call must not keep x alive, because x may be offloaded.
         repeat = partial(again, self, args[1:], kwargs)
         if reentrant and graph.pending() is not None:
-            return Reason.GRAPH_SHARED
+            return Reason.GRAPH_REUSED
         call = Call(graph, environment, tensors[1:], repeat, offloads(reentrant), fallbacks)
         if not self_saves_on_host(self):
             return replay, graph, call, x

@@ -96,7 +96,7 @@ def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionT
     elif isinstance(value, (functools.partial, functools.partialmethod)):
         inner = [value.func, *filter(callable, (*value.args, *value.keywords.values()))]
     else:
-        inner = [getattr(type(value), "__call__", None)] if callable(value) else []
+        inner = [type(value).__call__] if callable(value) else []
     for each in (*inner, getattr(value, "__wrapped__", None)):
         yield from functions_in(each, seen)
 
@@ -215,3 +215,27 @@ def all_names(code: CodeType) -> Iterator[Any]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from all_names(constant)
+
+
+HOOKING = {"register_hook", "register_prehook", "retain_grad"}
+
+
+@contextlib.contextmanager
+def hooks_on_activations() -> Iterator[list[str]]:
+    """Yield a list that gets the names of the functions that put a hook on a tensor or an autograd node in the ``with`` block.
+
+    Autograd lists no hooks, so Python's profiler notices the calls.
+    """
+    found: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
+        if event in ("call", "c_call") and name in HOOKING:
+            found.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)

@@ -112,7 +112,7 @@ class Reason(enum.Enum):
         "the decoder layer runs code of the script or notebook, which may read anything, and a CUDA graph runs no Python",
         "put the code into an installed package, for example with `pip install -e .`, or train without graphs",
     )
-    GRAPH_SHARED = (
+    GRAPH_REUSED = (
         "the decoder layer shares a trained parameter with another layer or with itself, or is called twice before its backward"
         " under a reentrant checkpoint, and a CUDA graph adds up gradients in another order",
         "give each layer its own adapter, and set use_reentrant=False",

@@ -211,7 +211,7 @@ def test_an_fp32_adapter_that_is_used_twice():
         return model
 
     found = compared(make)
-    assert not found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARED"}
+    assert not found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

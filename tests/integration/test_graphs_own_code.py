@@ -110,6 +110,24 @@ def test_code_of_libraries_and_of_scripts():
     assert is_library(graphed.REMOTE.Scaled.forward)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_gradient_hook_on_an_activation(reentrant):
+    """A gradient reversal of a library, whose factor follows a schedule."""
+    kind = graphed.REMOTE.Reversed
+
+    def make():
+        model = model_of(reentrant)
+        layers_of(model)[0].mlp.act_fn = kind()
+        return model
+
+    def step_of(model, optimizer, step):
+        kind.factor = -1.0 / (1 + step)
+        return graphed.one_step(model, optimizer, step)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == 2 * 4
+
+
 # --- parameters that layers share ---
 
 
@@ -122,7 +140,7 @@ def test_a_parameter_of_two_layers(reentrant):
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARED"} and found["replays"] == 4
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == 4
 
 
 def test_a_layer_that_is_called_twice_before_its_backward():
@@ -137,7 +155,7 @@ def test_a_layer_that_is_called_twice_before_its_backward():
         return graphed.backward(*(loss_of(model, 2 * step + each) for each in range(2)))
 
     found = compared(make, step_of)
-    assert found["replays"] and "GRAPH_SHARED" in found["reasons"]
+    assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
 
 
 # --- num_items_in_batch ---
@@ -167,7 +185,10 @@ def test_options_of_the_checkpoint(options, dropout):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_CHECKPOINT"} if drawn else set())
 
 
-@pytest.mark.parametrize("options", [{"offload": True}, {"every_n_layers": 2}], ids=str)
+# Without a GPU, there is no pinned memory.
+@pytest.mark.parametrize(
+    "options", [pytest.param({"offload": True}, marks=pytest.mark.gpu), {"every_n_layers": 2}], ids=str
+)
 def test_options_of_transformers(options):
     import inspect
 
@@ -181,6 +202,13 @@ def test_options_of_transformers(options):
 
     found = compared(make)
     assert found["replays"] == (3 if "offload" in options else 2) * 4
+
+
+def test_the_checkpoint_of_offload():
+    model = model_of()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    found = checkpoint_options(layers_of(model)[0]._gradient_checkpointing_func)
+    assert found["saves_on_host"] and not found["use_reentrant"]
 
 
 def test_a_wrapper_that_sets_use_reentrant():

@@ -45,3 +45,15 @@ class Scaled(torch.nn.SiLU):
 
     def forward(self, x):
         return super().forward(x) * self.weight * getattr(self.weight, "factor", 1.0)
+
+
+class Reversed(torch.nn.SiLU):
+    """Scales the gradient by a hook."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * Reversed.factor)
+        return y
