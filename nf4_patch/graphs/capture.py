@@ -191,6 +191,10 @@ def leaves(result: Tensor) -> Iterator[Any]:
         nodes += [following for following, _ in node.next_functions]
 
 
+def not_pending() -> None:
+    """Stand for no call in ``GraphedLayer.pending``."""
+
+
 class GraphedLayer:
     """The two CUDA graphs of one layer: one for the forward, one for the recompute and the backward.
 
@@ -200,6 +204,9 @@ class GraphedLayer:
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
+    pending: Callable[[], Any] = staticmethod(
+        not_pending
+    )  # a weak reference to the latest call that awaits its backward
 
     def __init__(self, pool: Pool, task: Task):
         """Warm up the layer and capture its two graphs: the forward, and the recompute with the backward.

@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache.store import cache
 from ..nf4 import runtime
@@ -27,12 +29,13 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
-from .arguments import Unsupported, flattened, replaced, signature
-from .capture import Environment, GraphedLayer, Task, alias_of, swapped
+from .arguments import DROPPED, Unsupported, flattened, replaced, signature
+from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped, trained_places
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
 from .option import WAIT_FOR_PYTHON, GraphsStatus
+from .own_code import cells_of, functions_in, hooks_on_activations, is_library
 from .pool import Pool, Refusal
 
 SIGHTINGS = 2  # eager calls before the first capture
@@ -125,6 +128,8 @@ class Graphs:
         # The pool of each device. The references are weak, because the graphs keep their pool alive.
         self.pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()  # held during a capture
+        # for each trained parameter: the layers that hold it
+        self.holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.clock = 0  # number of calls so far
         self.replays = 0
 
@@ -193,6 +198,31 @@ class Graphs:
         shape.calls[layer] = self.calls_before_capture(shape) - wait
         shape.graphs.pop(layer, None)  # another thread may drop all graphs
 
+    def claim(self, layer: nn.Module) -> None:
+        """Note that the layer holds its trained parameters. Drop the graphs of other layers that hold one of them."""
+        with self.lock:
+            for _, _, parameter in trained_places(layer):
+                holders = self.holders.setdefault(parameter, weakref.WeakSet())
+                if layer in holders:
+                    continue
+                holders.add(layer)
+                for shape in list(self.shapes.values()) if len(holders) > 1 else ():
+                    for other in holders:
+                        shape.graphs.pop(other, None)
+
+    def is_shared(self, layer: nn.Module) -> bool:
+        """Return whether the layer holds a trained parameter twice, or another layer holds it too.
+
+        Eager code adds each use to the running sum of the gradients. A replay returns the sum of its own uses, which rounds
+        differently.
+        """
+        parameters = [parameter for _, _, parameter in trained_places(layer)]
+        if len({*map(id, parameters)}) < len(parameters):
+            return True
+        others = {other for p in parameters for other in self.holders.get(p, ()) if other is not layer}
+        held = {*map(id, parameters)}
+        return any(id(p) in held for other in others for p in other.parameters())
+
     def make_room(self, key: Any) -> None:
         """Prepare the first capture for a key: move its Shape from ``seen`` to ``shapes``.
 
@@ -241,6 +271,7 @@ class Call:
         self.graph, self.environment, self.tensors, self.again = graph, environment, tensors, again
         self.offloads = offloads  # whether the layer's input waits for the backward in host memory
         self.fallbacks = fallbacks
+        graph.pending = weakref.ref(self)
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
@@ -249,6 +280,7 @@ class Call:
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, pool = self.graph, self.graph.pool
+        graph.pending = not_pending
         now = Environment.current()
         # The backward was captured without autocast.
         may_replay = not (torch.is_grad_enabled() or now.autocast) and now.modes == self.environment.modes
@@ -348,6 +380,16 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
+def self_saves_on_host(layer: Any) -> bool:
+    return bool(checkpoint_options(layer._gradient_checkpointing_func)["saves_on_host"])
+
+
+def replay_on_host(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
+    """Replay a layer whose input transformers' option ``offload`` keeps in host memory."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return replay(graph, call, x)
+
+
 def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
     """Replay a layer that generates."""
     with graph.pool.lock:
@@ -372,11 +414,53 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
     name = getattr(function.func, "__module__", ""), getattr(function.func, "__name__", "")
     # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
     module = getattr(function.func, "__globals__", {}).get("__name__")
-    options = {"use_reentrant": None, "preserve_rng_state": True, **function.keywords}
+    options = {"use_reentrant": None, "preserve_rng_state": True, "saves_on_host": False, **function.keywords}
+    # These two change no result. A check of the recompute can only raise an error, and its end only saves time.
+    for option, values in UNIMPORTANT.items():
+        if options.pop(option, values[0]) not in values:
+            return {}
+    if len(options) != 3 or function.args:
+        return {}
+    if is_offloading(function.func):
+        inner = checkpoint_options(partial(function.func.__globals__["checkpoint"], **function.keywords))
+        return {**inner, "saves_on_host": True} if inner and not inner["saves_on_host"] else {}
+    if is_setting(function.func):
+        inner, value = cells_of(function.func)
+        return checkpoint_options(partial(inner, **{**function.keywords, "use_reentrant": value}))
     # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
     options["use_reentrant"] = options["use_reentrant"] is not False or name == UNSLOTHS
-    plain = len(options) == 2 and options["preserve_rng_state"] and not function.args
-    return options if name in CHECKPOINTS and module in ("torch._compile", name[0]) and plain else {}
+    return options if name in CHECKPOINTS and module in ("torch._compile", name[0]) else {}
+
+
+# UNIMPORTANT: options of PyTorch's checkpoint and the values that a replay can replace, the default first
+UNIMPORTANT = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
+
+
+def is_offloading(function: Any) -> bool:
+    """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    enable = getattr(getattr(models, "PreTrainedModel", None), "gradient_checkpointing_enable", None)
+    code = getattr(function, "__code__", None)
+    return code is not None and any(code in e.__code__.co_consts for e in functions_in(enable) if is_library(e))
+
+
+def setting(checkpoint: Function, value: Any) -> Function:
+    def wrapper(*args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        return checkpoint(*args, use_reentrant=value, **kwargs)
+
+    return wrapper
+
+
+def is_setting(function: Any) -> bool:
+    """Return whether a wrapper only sets ``use_reentrant``: its code is that of ``setting``. ms-swift has such a wrapper."""
+    code, ours = getattr(function, "__code__", None), setting(print, None).__code__
+    if code is None or attributes_of_code(code) != attributes_of_code(ours):
+        return False
+    inner, value = cells_of(function)
+    return callable(inner) and (value is None or type(value) is bool)
+
+
+attributes_of_code = attrgetter("co_code", "co_consts", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names")
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -474,6 +558,21 @@ def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     )
 
 
+def noticing_hooks(function: Function, watching: list[bool]) -> Function:
+    """Make a Task's function raise a Refusal if the layer puts a hook on an activation, which a replay would not run."""
+
+    def noticed(*arguments: Any) -> Any:
+        if not watching or runtime.is_capturing():
+            return function(*arguments)
+        with hooks_on_activations() as found:
+            result = function(*arguments)
+        if found:
+            raise Refusal(Reason.GRAPH_HOOKED, f"the layer calls {found[0]} on an activation")
+        return result
+
+    return noticed
+
+
 def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
     """Capture the layer for a key. Return its graphs, or a Refusal that says why the layer cannot be captured.
 
@@ -481,11 +580,22 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
         task_of: makes the Task of the capture from the layer's fingerprint.
     """
     fingerprint = Fingerprint(layer)
+    if detail := fingerprint.code.foreign():
+        return Refusal(Reason.GRAPH_OWN_CODE, detail)
+    if graphs.is_shared(layer):
+        return Refusal(Reason.GRAPH_REUSED, "")
     if is_sharded(layer, fingerprint):
         return Refusal(Reason.GRAPH_SHARDED, "")
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
-    task = task_of(fingerprint)
+    try:
+        task = task_of(fingerprint)
+    except Refusal as refusal:
+        return refusal
+    if sys.getprofile() is not None:
+        return Refusal(Reason.GRAPH_MODE, "a Python profiler is active, which a capture would interrupt")
+    watching = [True]
+    task = task._replace(function=noticing_hooks(task.function, watching))
     device, length, trains = task.x.get_device(), task.x.numel(), task.static_cache is None
     with graphs.lock:
         while True:
@@ -497,7 +607,15 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
                 # The graphs of a decode step take little memory.
                 with pool.lock, pool.leaving_enough() if trains else contextlib.nullcontext():
                     graph = (GraphedLayer if trains else GraphedForward)(pool, task)
+                watching.clear()
                 pool.longest = max(pool.longest, length)
+                if (
+                    trains
+                    and graph.is_random
+                    and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]
+                ):
+                    graph.reset()
+                    return Refusal(Reason.GRAPH_CHECKPOINT, "it draws random numbers, and preserve_rng_state is False")
                 return graph
             except Refusal as refusal:
                 return refusal
@@ -553,6 +671,7 @@ def graphed(target: Target, original: Function) -> Function:
         if graph is None:
             if is_slow(x.get_device()):
                 return Reason.GRAPH_SLOW_GPU
+            graphs.claim(self)
             if not graphs.is_due(shape, self):
                 return Reason.GRAPH_NEW_SHAPE
             try:
@@ -579,13 +698,20 @@ def graphed(target: Target, original: Function) -> Function:
             return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)
         # The call must not keep x alive, because x may be offloaded.
         repeat = partial(again, self, args[1:], kwargs)
+        if reentrant and graph.pending() is not None:
+            return Reason.GRAPH_REUSED
         call = Call(graph, environment, tensors[1:], repeat, offloads(reentrant), fallbacks)
-        return replay, graph, call, x
+        if not self_saves_on_host(self):
+            return replay, graph, call, x
+        return replay_on_host, graph, call, x
 
     def task_of(
         self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
         cache_name: str, static_cache: Any,
     ) -> Task:  # fmt: skip
+        if DROPPED in kwargs and fingerprint.code.names(DROPPED):
+            raise Refusal(Reason.GRAPH_ARGUMENTS, f"the layer reads {DROPPED}, which changes at every step")
+
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
             arguments = replaced((args, kwargs), lambda tensor: static[id(tensor)])

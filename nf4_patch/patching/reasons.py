@@ -124,6 +124,15 @@ class Reason(enum.Enum):
     GRAPH_HOOKED = (
         "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"
     )
+    GRAPH_OWN_CODE = (
+        "the decoder layer runs code of the script or notebook, which may read anything, and a CUDA graph runs no Python",
+        "put the code into an installed package, for example with `pip install -e .`, or train without graphs",
+    )
+    GRAPH_REUSED = (
+        "the decoder layer shares a trained parameter with another layer or with itself, or is called twice before its backward"
+        " under a reentrant checkpoint, and a CUDA graph adds up gradients in another order",
+        "give each layer its own adapter, and set use_reentrant=False",
+    )
     GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
     GRAPH_SHARDED = "the decoder layer's parameters are sharded (FSDP, ZeRO-3)"
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"

@@ -46,6 +46,12 @@ from nf4_patch.moe import launch as experts_launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
+# Graphs run code of installed libraries only, such as the remote code that transformers loads.
+FILE = Path(__file__).parents[1] / "support" / "remote" / "transformers_modules" / "activations.py"
+SPEC = importlib.util.spec_from_file_location("transformers_modules.activations", FILE)
+REMOTE = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(REMOTE)
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SHAPE = Shape(256, 512, 3, 4, 2) if GPU else Shape(64, 128, 3, 2, 1)
@@ -192,7 +198,7 @@ def test_without_autocast_and_with_fp32_adapters():
 
 
 def test_an_fp32_adapter_that_is_used_twice():
-    """Autocast casts the adapter once, so its two gradients are added in bf16."""
+    """Eager code adds the gradients of the two uses one by one."""
 
     def make():
         model = model_of(
@@ -204,7 +210,8 @@ def test_an_fp32_adapter_that_is_used_twice():
             parameter.data = parameter.data.float()
         return model
 
-    assert compared(make)["replays"] == 3 * (STEPS - 2)
+    found = compared(make)
+    assert not found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -674,40 +681,12 @@ def attention_unregistered(model):
     del modeling().ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
-class Factors(torch.nn.Module):
-    """An activation with state of several kinds, none of which is a parameter or a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.lists = {"default": [1.0]}
-        self.tensor = torch.full((SHAPE.intermediate_size,), 1.0, dtype=torch.bfloat16, device=DEVICE)
-        self.tensors = {"default": torch.ones_like(self.tensor)}
-        self.number = torch.tensor(1.0)
-
-    def forward(self, x):
-        tensor = self.tensor * self.tensors["default"]
-        return torch.nn.functional.silu(x) * tensor * self.lists["default"][0] * self.number
-
-
 def factors(model):
-    layers_of(model)[0].mlp.act_fn = Factors()
-
-
-class Configured(torch.nn.SiLU):
-    """An activation that reads a dict in its config, and an attribute by another name."""
-
-    def __init__(self):
-        super().__init__()
-        from transformers import GPT2Config
-
-        self.config = GPT2Config(n_embd=1, factors={"default": 1.0})
-
-    def forward(self, x):
-        return super().forward(x) * self.config.factors["default"] * self.config.hidden_size
+    layers_of(model)[0].mlp.act_fn = REMOTE.Factors(SHAPE.intermediate_size, DEVICE)
 
 
 def configured(model):
-    layers_of(model)[0].mlp.act_fn = Configured()
+    layers_of(model)[0].mlp.act_fn = REMOTE.Configured()
 
 
 def of_config(change: Callable[[Any], Any]) -> dict[int, Callable[[Any], Any]]:
@@ -809,7 +788,7 @@ class Added(Replacement):
         delattr(self.holder(), self.name)
 
 
-INHERITING = type("Inheriting", (torch.nn.SiLU,), {})
+INHERITING = REMOTE.Inheriting
 ROPE_CODE = Code(modeling, "apply_rotary_pos_emb", rewritten)
 CALL = Added(lambda: modeling().LlamaMLP, "__call__", doubled_call)
 CAST = Added(
@@ -1056,18 +1035,9 @@ def test_layers_inside_another_checkpoint(inner):
 def test_attributes_of_parameters():
     """An eager recompute reads an alias of each parameter, which has the attributes of the parameter."""
 
-    class Scaled(torch.nn.SiLU):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(SHAPE.intermediate_size, dtype=torch.bfloat16, device=DEVICE))
-            self.weight.factor = 1.5
-
-        def forward(self, x):
-            return super().forward(x) * self.weight * getattr(self.weight, "factor", 1.0)
-
     def make():
         model = model_of()
-        layers_of(model)[0].mlp.act_fn = Scaled()
+        layers_of(model)[0].mlp.act_fn = REMOTE.Scaled(SHAPE.intermediate_size, DEVICE)
         return model
 
     def step_of(model, optimizer, step):

@@ -68,16 +68,19 @@ class Frozen:
 class GraphedLayer:
     """As nf4_patch.graphs.capture.GraphedLayer, but nothing is captured."""
 
+    pending = staticmethod(capture.not_pending)
+
     def __init__(self, pool: Any, task: Any):
         self.pool, self.task, self.fingerprint, self.alive = pool, task, task.fingerprint, True
         self.slots, self.is_reentrant = list[Any](), task.is_reentrant
-        self.is_random, self.others, self.parameters = True, None, [p for *_, p in trained_places(task.layer)]
+        self.is_random, self.others, self.parameters = False, None, [p for *_, p in trained_places(task.layer)]
         self.frozen = Frozen(task.layer, task.fingerprint)
         self.aliases = [parameter for *_, parameter in trained_places(self.frozen.copy)]
         state = pool.generator.get_state()
         try:
             gradients = self.gradients(task.x, task.tensors, torch.ones_like(task.x))[int(task.x.requires_grad) :]
         finally:
+            self.is_random = not torch.equal(pool.generator.get_state(), state)
             pool.generator.set_state(state)
         used = [gradient is not None for gradient in gradients]
         self.aliases, self.parameters = [*compress(self.aliases, used)], [*compress(self.parameters, used)]
@@ -101,7 +104,8 @@ class GraphedLayer:
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor, gradient: Tensor) -> list[Any]:
         after = self.pool.generator.get_state()
-        self.pool.generator.set_state(random_state)
+        if random_state is not None:
+            self.pool.generator.set_state(random_state)
         try:
             found = self.gradients(x, tensors, gradient)
         finally:

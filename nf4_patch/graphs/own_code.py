@@ -1,0 +1,241 @@
+"""Find the functions that a layer runs, and tell code of installed libraries from code of the script or notebook.
+
+A CUDA graph repeats GPU work and runs no Python. What a library's code reads is recorded in the fingerprint. What code of the
+script reads (globals, closures, other objects) cannot be recorded, so such layers are not captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+CALLED = "forward", "__call__", "_call_impl", "__getattr__"  # methods of every module that run in a call
+PLAIN = (bool, int, float, str, type(None))
+# FOLDERS: a file in a folder of one of these names is a library's, as are the modules that transformers and Unsloth write.
+FOLDERS = {"site-packages", "dist-packages", "transformers_modules", "unsloth_compiled_cache"}
+STANDARD_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+OURS = __package__.partition(".")[0]
+
+
+@functools.cache
+def roots_of(package: str) -> list[str]:
+    """Return the folders of a top-level package if a distribution installs it, for example in editable mode, else []."""
+    module = sys.modules.get(package)
+    if package != OURS and package not in importlib.metadata.packages_distributions():
+        try:
+            importlib.metadata.distribution(package)
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            return []
+    return [*getattr(module, "__path__", ())]
+
+
+@functools.cache
+def is_library_file(file: str, package: str) -> bool:
+    folders = {*FOLDERS, os.path.basename(os.environ.get("UNSLOTH_COMPILE_LOCATION", "").rstrip("/")) or ".."}
+    for path in (Path(file), Path(os.path.realpath(file))):
+        if folders & {*path.parts[:-1]} or any(path.is_relative_to(root) for root in STANDARD_LIBRARY):
+            return True
+    within = [Path(os.path.realpath(root)) for root in roots_of(package)]
+    return any(Path(os.path.realpath(file)).is_relative_to(root) for root in within)
+
+
+def is_library(function: FunctionType) -> bool:
+    """Return whether the function's code is a library's. Generated code belongs to the Python module whose globals it reads."""
+    space, file = function.__globals__, function.__code__.co_filename
+    file = space.get("__file__") or "" if file.startswith("<") else file
+    return bool(file) and is_library_file(file, str(space.get("__name__", "")).partition(".")[0])
+
+
+def is_function(value: Any) -> bool:
+    return isinstance(value, (FunctionType, staticmethod, classmethod))
+
+
+def is_of_library(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return kind.__module__ in sys.builtin_module_names or (
+        file is not None and is_library_file(file, kind.__module__.partition(".")[0])
+    )
+
+
+def cells_of(function: FunctionType) -> list[Any]:
+    """Return the values that a closure captured."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the cell is empty
+            found.append(cell.cell_contents)
+    return found
+
+
+def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionType]:
+    """Yield the functions that a call of ``value`` may run: behind methods, partials, decorators, closures and ``__call__``."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (*PLAIN, Tensor, nn.Module, ModuleType)):
+        return
+    seen.add(id(value))
+    if isinstance(value, type):
+        # For example an autograd function. Classes of libraries, whose methods a script rarely replaces, are left out.
+        inner: Iterable[Any] = [] if is_of_library(value) else [*filter(is_function, vars(value).values())]
+    elif isinstance(value, FunctionType):
+        yield value
+        inner = [v for v in cells_of(value) if callable(v) and not isinstance(v, type)]
+    elif isinstance(value, property):
+        inner = [value.fget]
+    elif isinstance(value, (staticmethod, classmethod, MethodType)):
+        inner = [value.__func__]
+    elif isinstance(value, (functools.partial, functools.partialmethod)):
+        inner = [value.func, *filter(callable, (*value.args, *value.keywords.values()))]
+    else:
+        inner = [type(value).__call__] if callable(value) else []
+    for each in (*inner, getattr(value, "__wrapped__", None)):
+        yield from functions_in(each, seen)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function reads, and those of the functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+class Code:
+    """The functions that a layer may run, found by name from the methods that every call runs.
+
+    ``spaces`` are the namespaces in which these names are looked up: the classes of the layer's modules and the Python modules
+    of these classes, ``torch.nn.functional``, and the Python modules of the attention and experts functions that a config names.
+    """
+
+    def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
+        kinds = dict.fromkeys(kind for each in {*map(type, modules)} for kind in each.__mro__)
+        classes = [kind for kind in kinds if kind.__module__ not in ("builtins", "abc")]
+        named = [vars(sys.modules[k.__module__]) for k in classes if k.__module__ in sys.modules and k is not nn.Module]
+        forwards = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind) and kind is not nn.Module]
+        own = [[v for v in vars(m).values() if callable(v) and not isinstance(v, nn.Module)] for m in modules]
+        self.attributes = [value for values in own for value in values if not isinstance(value, type)]
+        called = [f for value in (*forwards, *self.attributes) for f in functions_in(value)]
+        spaces = [*named, *[f.__globals__ for f in called if is_library(f)], vars(nn.functional)]
+        generic: Any = sys.modules.get("transformers.utils.generic")
+        interface = getattr(generic, "GeneralInterface", ())
+        registries = {id(v): v for space in spaces for v in [*space.values()] if isinstance(v, interface)}.values()
+        used = {config.get(name) for config in configs for name in IMPLEMENTATIONS}
+        registered = [registry[name] for registry in registries for name in used if name in registry]
+        called += [f for value in registered for f in functions_in(value)]
+        spaces += [f.__globals__ for f in called if is_library(f)]
+        self.registries = [mapping for each in registries for mapping in (each._local_mapping, each._global_mapping)]
+        self.classes: list[Any] = [*map(vars, classes)]
+        self.spaces: list[Any] = [*self.classes, *{id(space): space for space in spaces}.values()]
+        self.functions = self.reached(called)
+        # ``replaceable``: the functions that IPython's autoreload or a script might give other code or defaults
+        self.replaceable = [f for f in self.functions if not is_of_torch(f.__globals__.get("__name__", ""))]
+
+    def reached(self, called: list[FunctionType]) -> list[FunctionType]:
+        names, functions = {*CALLED}, dict.fromkeys(called)
+        pending = [*CALLED, *[name for function in called for name in names_in(function.__code__)]]
+        holders, known = [*self.spaces], {id(space) for space in self.spaces}
+        names.update(pending)
+        while pending:
+            name = pending.pop()
+            for holder in holders:
+                value = holder.get(name)
+                # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
+                if isinstance(value, ModuleType) and id(vars(value)) not in known and not is_of_torch(value.__name__):
+                    known.add(id(vars(value)))
+                    found = [v for each in names for v in functions_in(vars(value).get(each))]
+                else:
+                    found = [*functions_in(value)]
+                for function in found:
+                    if function not in functions:
+                        functions[function] = None
+                        new = {*names_in(function.__code__)} - names
+                        names |= new
+                        pending += new
+        return [*functions]
+
+    def foreign(self) -> str:
+        """Describe code of the script or notebook that the layer runs, or state of it that a library's function holds."""
+        for function in self.functions:
+            if not is_library(function):
+                return (
+                    f"it runs {function.__module__}.{function.__qualname__}, which is not code of an installed library"
+                )
+        for value in self.attributes:
+            for held in held_by(value):
+                if not is_constant(held):
+                    return (
+                        f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
+                    )
+        return ""
+
+    def names(self, name: str) -> bool:
+        """Return whether a function of the layer has this name as a variable, an attribute or a string."""
+        return any(name in all_names(function.__code__) for function in self.functions)
+
+
+IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # attributes of configs
+
+
+def is_of_torch(module: str) -> bool:
+    """Return whether a Python module is of PyTorch, nf4_patch or the standard library."""
+    package = module.partition(".")[0]
+    return package in ("torch", OURS) or package in sys.stdlib_module_names
+
+
+def held_by(value: Any) -> Iterator[Any]:
+    """Yield the values that partials and closures among a module's attributes captured."""
+    if isinstance(value, functools.partial):
+        held = [*value.args, *value.keywords.values(), value.func]
+    elif isinstance(value, MethodType):
+        held = [value.__func__]
+    else:
+        held = cells_of(value) if isinstance(value, FunctionType) else []
+    for each in held:
+        yield each
+        yield from held_by(each)
+
+
+def is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_constant, value))
+    return isinstance(value, (*PLAIN, Tensor, nn.Module, type, ModuleType)) or callable(value)
+
+
+def all_names(code: CodeType) -> Iterator[Any]:
+    yield from (*code.co_names, *code.co_varnames, *code.co_consts)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from all_names(constant)
+
+
+HOOKING = {"register_hook", "register_prehook", "retain_grad"}
+
+
+@contextlib.contextmanager
+def hooks_on_activations() -> Iterator[list[str]]:
+    """Yield a list that gets the names of the functions that put a hook on a tensor or an autograd node in the ``with`` block.
+
+    Autograd lists no hooks, so Python's profiler notices the calls.
+    """
+    found: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
+        if event in ("call", "c_call") and name in HOOKING:
+            found.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)

@@ -1,0 +1,59 @@
+"""Activations as remote code of transformers would define them: graphs count this code as a library's."""
+
+import torch
+
+
+class Factors(torch.nn.Module):
+    """An activation with state of several kinds, none of which is a parameter or a buffer."""
+
+    def __init__(self, size, device):
+        super().__init__()
+        self.lists = {"default": [1.0]}
+        self.tensor = torch.full((size,), 1.0, dtype=torch.bfloat16, device=device)
+        self.tensors = {"default": torch.ones_like(self.tensor)}
+        self.number = torch.tensor(1.0)
+
+    def forward(self, x):
+        tensor = self.tensor * self.tensors["default"]
+        return torch.nn.functional.silu(x) * tensor * self.lists["default"][0] * self.number
+
+
+class Configured(torch.nn.SiLU):
+    """An activation that reads a dict in its config, and an attribute by another name."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import GPT2Config
+
+        self.config = GPT2Config(n_embd=1, factors={"default": 1.0})
+
+    def forward(self, x):
+        return super().forward(x) * self.config.factors["default"] * self.config.hidden_size
+
+
+class Inheriting(torch.nn.SiLU):
+    """Inherits its forward."""
+
+
+class Scaled(torch.nn.SiLU):
+    """Reads an attribute of its parameter."""
+
+    def __init__(self, size, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device))
+        self.weight.factor = 1.5
+
+    def forward(self, x):
+        return super().forward(x) * self.weight * getattr(self.weight, "factor", 1.0)
+
+
+class Reversed(torch.nn.SiLU):
+    """Scales the gradient by a hook."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * Reversed.factor)
+        return y
