@@ -345,7 +345,6 @@ class Cache(dequantizer.Reader):
             hits=self.hits,
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
-            compiled=sum(entry.compiled for entry in entries),
             found=self.auto.why if self.auto else "",
         )
 
