@@ -2,7 +2,6 @@
 
     python examples/qlora_unsloth.py                                    # a small random Llama, no network
     python examples/qlora_unsloth.py --model unsloth/Llama-3.2-1B       # a real one
-    NF4_PATCH_CACHE=auto python examples/qlora_unsloth.py               # with a weight cache in free GPU memory
     NF4_PATCH_GRAPHS=auto python examples/qlora_unsloth.py --graphs     # with layers as CUDA graphs
 """  # fmt: skip
 

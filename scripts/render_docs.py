@@ -208,8 +208,6 @@ GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is tra
      partial(speedups, "recipe-1b", "graphs", "peft")),
     ("Llama-3.2-1B", "the same", "Unsloth", partial(speedups, "recipe-1b", "graphs", "unsloth")),
     ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING)),
-    ("Unsloth 2026.10 or newer, PyTorch ≥ 2.11", CACHE, "no patch",
-     partial(speedups, "step-trl", "unsloth, patch, cached", "unsloth")),
     ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
     ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
      partial(rollouts, "graphs", "bitsandbytes and peft")),

@@ -1,7 +1,7 @@
 """Adapter for Unsloth's dequantization.
 
-Newer releases of Unsloth have their own NF4 kernel. This adapter leaves a call to Unsloth's kernel, unless the weight
-cache can serve the call, or the call is eager and nf4_patch was measured to be faster on this GPU.
+Newer releases of Unsloth have their own NF4 kernel. This adapter leaves a call to Unsloth's kernel, unless the call is
+eager, and the weight cache can serve it or nf4_patch was measured to be faster on this GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..cache.pinned import dense_of
 from ..nf4 import runtime
 from ..patching.context import is_compiling
+from ..patching.counters import warn_once
 from ..patching.dequantizer import served
 from ..patching.reasons import Reason
 from ..patching.replacement import Function
@@ -32,9 +32,8 @@ OWN_KERNEL_RELEASES = ">= 2026.10"
 # These times were measured on an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
-    "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains from two options: "
-    'enable(cache="auto") or a size (PyTorch >= 2.11), because these layers then read weights that were dequantized once; '
-    'and on a fast GPU enable(graphs="auto").'
+    "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel and read nothing from the weight "
+    'cache. On a fast GPU, enable(graphs="auto") makes their training faster.'
 )
 
 
@@ -55,21 +54,24 @@ def keeps_eager_calls() -> bool:
 def fast_dequantize(target: Target, original: Function) -> Function:
     """Return the replacement of ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    Compiled code reads the cached weight if there is one. Otherwise it runs Unsloth's own kernel in the releases that
-    have one. Inductor launches that kernel directly, but would call nf4_patch's op through PyTorch's dispatcher.
+    Compiled code runs Unsloth's own kernel in the releases that have one, because Inductor launches that kernel
+    directly, but would call nf4_patch's op through PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
 
     def adapter(serve, W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> Any:
         # A caller with these arguments only reads the result. Only Unsloth's backward passes a transposed weight.
         only_read = use_global_buffer or (quant_state is not None and W.shape[0] == 1)
-        if is_compiling() and out is None and (dense := dense_of(W, quant_state)) is not None:
-            return dense
         if has_own_kernel and uses_own_kernel():
             is_cached = not is_compiling() and cache.on and only_read
             if not is_cached and (is_compiling() or keeps_eager_calls()):
                 return Reason.DEFERRED
         return serve(W, quant_state, out, use_global_buffer, only_read)
 
+    def advise(config: object) -> None:
+        if cache.on and has_own_kernel and uses_own_kernel():
+            warn_once(f"nf4_patch: cache= serves eager layers. {OWN_KERNEL_ADVICE}")
+
+    switch.follow(advise)
     replacement: Function = served(readers="unsloth.")(adapter)(target, original)
     return replacement

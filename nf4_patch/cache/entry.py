@@ -51,7 +51,6 @@ class CacheEntry:
         self.device = packed.get_device()  # -1: the CPU
         self.stream = runtime.current_stream(self.device)  # the stream on which the weight is decoded
         self.size = size_of(weight)  # bytes that the dense copy takes in PyTorch's allocator
-        self.compiled = False  # whether a compiled layer has read the dense copy
         self.watcher: Any = None  # weak reference to the packed bytes' storage; ``Cache._add`` sets it, with a callback
         self.other_stream_reads = 0  # consecutive reads on streams other than ``stream``
 

@@ -20,16 +20,12 @@ CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may
 class Uncached(enum.Enum):
     """The reasons why the cache did not serve a read, so that the weight was dequantized."""
 
-    BUDGET_SPENT = "the budget has no room for the weight, or for a compiled layer as a whole"
+    BUDGET_SPENT = "the budget has no room for the weight"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
     CUDA_GRAPH = "a CUDA graph is being captured, and its replays would read memory that the cache may free"
     OTHER_STREAM = "the weight was decoded on another CUDA stream"
-    CHECKPOINT = (
-        "a compiled layer in a non-reentrant checkpoint: the recompute must save the tensors that the forward saved"
-    )
     INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "the weight's memory is freed and refilled under the same tensor (FSDP)"
-    WRAPPED = "another library wraps the dequantization of a compiled layer, and may write into its result"
     NOT_A_PARAMETER = (
         "the packed tensor is neither a parameter nor a view of one (compiled code computed or reinterpreted it)"
     )
@@ -56,10 +52,9 @@ class CacheStatus:
     mode: str = "off"  # "off", "auto", or the bytes per GPU
     taken: dict[int, int] = field(default_factory=dict)  # bytes by device (-1: the CPU), with dropped weights in use
     weights: int = 0  # cached weights
-    hits: int = 0  # reads that the cache served; a call of a compiled layer counts as one read per weight
+    hits: int = 0  # reads that the cache served
     misses: int = 0  # reads that dequantized
     uncached: dict[str, int] = field(default_factory=dict)  # number of reads not served, by reason (a name in Uncached)
-    compiled: int = 0  # cached weights that compiled layers have read
     budget: int | None = None  # with cache="auto": the bytes per GPU that the cache may take
     waits: str = ""  # with cache="auto" and no budget yet: why (a name in Waits)
     numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
@@ -68,8 +63,7 @@ class CacheStatus:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
         places = [(size, "the CPU" if device < 0 else f"device {device}") for device, size in self.taken.items()]
         taken = ", ".join(f"{size_in_words(size)} on {place}" for size, place in places)
-        compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
-        weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
+        weights = f"{self.weights} weight{'s' * (self.weights != 1)}, {taken or 'nothing'}"
         reads = f"; {self.hits} of {self.hits + self.misses} reads served" * bool(self.hits + self.misses)
         return f'cache="{mode}": ' + f"{weights if self.weights or taken else 'empty'}{reads}"
 
@@ -106,11 +100,6 @@ CACHE = Option(
             (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.replacements:observed",
             'the size of each batch, for cache="auto", with enable(cache=...) only',
             uncounted="it only observes",
-        ),
-        CacheTarget(
-            "unsloth.models._block_compile:_wrap", ">= 2026.10", ("2026.10.9",),
-            (("cls", "compile_options", "kinds"),), ".cache.unsloth:compiled_layers",
-            "cached weights in Unsloth's compiled layers, with enable(cache=...) only",
         ),
         CacheTarget(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,

@@ -348,7 +348,6 @@ class Cache(dequantizer.Reader):
             hits=self.hits,
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
-            compiled=sum(entry.compiled for entry in entries),
             budget=self.budget if self.auto else None,
             waits=self.auto.why.name if self.auto and self.auto.waits else "",
             numbers=self.auto.numbers if self.auto else (),

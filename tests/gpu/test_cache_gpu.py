@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import pytest
@@ -108,12 +107,6 @@ def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
     assert same(got[:2], want[:2])
     assert cache.hits >= (cache.hits + cache.misses) * 0.3
     assert max(got[2]) - min(got[2]) < MIB
-
-
-@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
-@pytest.mark.parametrize(("checkpointing", "steps"), [("0", 36), ("1", 100), ("unsloth", 36)])
-def test_a_training_of_unsloths_compiled_layers_to_the_bit(checkpointing, steps):
-    assert program("pinned_training", checkpointing, steps).stdout.split()[-1] == "equal"
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])

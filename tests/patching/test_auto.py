@@ -11,7 +11,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import nf4_patch
 from nf4_patch.cache.option import Uncached
-from nf4_patch.cache.pinned import Layers
 from nf4_patch.cache.replacements import observed
 from nf4_patch.cache.store import cache
 from nf4_patch.memory import spare as auto
@@ -116,15 +115,14 @@ def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
     assert budget_after(4, inputs(1, 512, 64)) == 9 * GIB  # what is free now is what the cache left
 
 
-@pytest.mark.parametrize("who", ["bitsandbytes", "compiled layers"])
-def test_both_sources_of_the_batch_size(gpu, who):
+def test_the_source_of_the_batch_size(gpu):
     def forward(*_, **__):
         return None
 
     row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.forward"))
-    read, entered = observed(row, forward), Layers("a test").entered(forward)
+    read = observed(row, forward)
     for _ in range(auto.STEPS + 1):
-        read(None, BATCH) if who == "bitsandbytes" else entered(torch.nn.Module(), hidden_states=BATCH)
+        read(None, BATCH)
         budget = cache.budget
         ADAM.step()
     assert budget == 9 * GIB

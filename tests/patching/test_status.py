@@ -116,8 +116,8 @@ def test_as_data_nothing_is_left_out(on):
 @pytest.mark.parametrize(
     ("cache", "text"),
     [(CacheStatus("auto"), 'cache="auto": empty'),
-     (CacheStatus(str(6 * 2**30), {0: 2**30}, 28, 56, 28, compiled=28),
-      'cache="6 GiB": 28 weights (28 for compiled layers), 1 GiB on device 0; 56 of 84 reads served'),
+     (CacheStatus(str(6 * 2**30), {0: 2**30}, 28, 56, 28),
+      'cache="6 GiB": 28 weights, 1 GiB on device 0; 56 of 84 reads served'),
      (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, -1: 2**20}, 1, 2, 3),
       'cache="6 GiB": 1 weight, 1.5 GiB on device 0, 1 MiB on the CPU; 2 of 5 reads served'),
      (CacheStatus("auto", uncached={"WAITING": 2}), f"    2 x not cached: WAITING: {Uncached.WAITING.value}")],

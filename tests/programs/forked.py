@@ -5,20 +5,11 @@ import signal
 import threading
 import time
 
-import torch
-
 import nf4_patch
 from nf4_patch.patching import hooks
-from nf4_patch.cache.pinned import Layer
 from nf4_patch.cache.store import cache
 
 nf4_patch.enable(cache="1MiB")
-layer = Layer(torch.nn.Linear(2, 2))
-
-
-def enter():
-    with layer.lock:
-        pass
 
 
 def ends_well(child):
@@ -64,7 +55,6 @@ class ThreadThatUses:
 USES = {
     "cache": (cache.lock, lambda: cache.configure("off")),
     "hooks": (hooks.lock, nf4_patch.disable),
-    "layer": (layer.lock, enter),
 }
 for name, (lock, work) in USES.items():
     held = threading.Event()
