@@ -17,4 +17,6 @@ from .offload.option import OFFLOAD
 from .offload.option import OffloadStatus as OffloadStatus
 from .patching.option import OPTIONS
 
-OPTIONS.update({option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS, ACTIVATIONS, MERGE)})
+OPTIONS.update(
+    {option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS, ACTIVATIONS, MERGE)}
+)

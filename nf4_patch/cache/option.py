@@ -33,18 +33,6 @@ class Uncached(enum.Enum):
     ZERO3 = "DeepSpeed ZeRO-3 owns the weight and writes it without a new version"
 
 
-class Waits(enum.Enum):
-    """Why ``cache="auto"`` has no budget."""
-
-    TRAINING = "no training step was seen yet"
-    OPTIMIZER = "an optimizer creates its state"
-    BATCH = "the largest batch so far has {0} tokens, sequences of {1}"
-    MEMORY = "only {0} MiB were free on device {1}"
-    OUT_OF_MEMORY = "a weight could not be decoded, because the GPU was out of memory"
-    OTHER_PROCESS = "another process uses device {0}"
-    MARGIN = "no more than the margin was free at the largest batch so far"
-
-
 @dataclass(frozen=True)
 class CacheStatus:
     """The state of the weight cache."""

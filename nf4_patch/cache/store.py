@@ -30,7 +30,7 @@ from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
 from .entry import CacheEntry, fingerprint, location, nobody, size_of
-from .option import CacheStatus, Uncached, Waits
+from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
 # The errors that are raised if a field of a weight is not a tensor, or is a tensor without a version counter.
@@ -259,7 +259,9 @@ class Cache(dequantizer.Reader):
         except torch.OutOfMemoryError:
             if self.auto is None:
                 raise
-            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller then decodes this weight itself
+            self.auto.give_back(
+                Waits.OUT_OF_MEMORY
+            )  # drops every cached weight; the caller then decodes this weight itself
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile

@@ -229,7 +229,7 @@ def test_mixtures_with_packed_experts(kwargs):
         return train(model, lengths=[96] * 5), model
 
     want, _ = run("off")
-    got, model = run("auto")
+    got, _ = run("auto")
     assert equal(got, want) and status().kept == status().layers == tiny_experts.LAYERS
     for record in activations.records.values():
         assert record.exact == set(record.sizes)
