@@ -24,6 +24,7 @@ PLAIN = (bool, int, float, str, type(None))
 # FOLDERS: a file in a folder of one of these names is a library's, as are the modules that transformers and Unsloth write.
 FOLDERS = {"site-packages", "dist-packages", "transformers_modules", "unsloth_compiled_cache"}
 STANDARD_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+COUNTING = {"torch.nn.utils.parametrize"}
 OURS = __package__.partition(".")[0]
 
 
@@ -134,7 +135,9 @@ class Code:
         spaces += [f.__globals__ for f in called if is_library(f)]
         self.registries = [mapping for each in registries for mapping in (each._local_mapping, each._global_mapping)]
         self.classes: list[Any] = [*map(vars, classes)]
-        self.spaces: list[Any] = [*self.classes, *{id(space): space for space in spaces}.values()]
+        distinct = {id(space): space for space in spaces}.values()
+        # PyTorch's parametrize counts in its globals how often its cache was opened.
+        self.spaces: list[Any] = [*self.classes, *[s for s in distinct if s.get("__name__") not in COUNTING]]
         self.functions = self.reached(called)
         # ``replaceable``: the functions that IPython's autoreload or a script might give other code or defaults
         self.replaceable = [f for f in self.functions if not is_of_torch(f.__globals__.get("__name__", ""))]

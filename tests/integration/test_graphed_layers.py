@@ -156,9 +156,8 @@ def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
     if not GPU:
         graphs_without_cuda.install(monkeypatch)
-        monkeypatch.setattr(
-            experts_launch, "supports", lambda tensor: False
-        )  # Triton's interpreter takes minutes for them
+        # Triton's interpreter takes minutes for them
+        monkeypatch.setattr(experts_launch, "supports", REMOTE.never)
     yield
     nf4_patch.disable()
     gc.collect()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +168,9 @@ def test_arguments_that_layers_write():
 
     def make():
         model = graphed.model_of()
-        attention = layers_of(model)[0].self_attn
-        attention.forward = partial(writes, attention.forward)
+        layer = layers_of(model)[0]
+        layer.self_attn = graphed.REMOTE.Writing(layer.self_attn)
         return model
-
-    def writes(forward, *args, written, **kwargs):
-        written["calls"] = written.get("calls", 0) + 1
-        return forward(*args, **kwargs)
 
     def step_of(model, optimizer, step):
         written = {}
@@ -187,18 +182,13 @@ def test_arguments_that_layers_write():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - 3)
 
 
-class Promoting(torch.nn.Module):
-    def forward(self, x: Any) -> Any:
-        return torch.nn.functional.silu(x.float())
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("base", [{}, {"lora": "fused"}], ids=str)
 def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     def make():
         model = graphed.model_of(reentrant, lora_dropout=0.05)
         for layer in layers_of(model):
-            layer.mlp.act_fn = Promoting()
+            layer.mlp.act_fn = graphed.REMOTE.Promoting()
         return model
 
     dtypes = []
