@@ -103,7 +103,9 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations)
+    return hooks.enable(
+        matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
+    )
 
 
 def disable() -> None:
@@ -152,7 +154,9 @@ def enabled(
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations):
+    with hooks.block(
+        matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs, activations=activations
+    ):
         yield
 
 

@@ -75,7 +75,9 @@ def lines(cache: CacheStatus) -> list[str]:
         return []
     found = [str(cache)]
     if cache.waits:
-        found.append(f"  takes no memory until two more training steps: {Waits[cache.waits].value.format(*cache.numbers)}")
+        found.append(
+            f"  takes no memory until two more training steps: {Waits[cache.waits].value.format(*cache.numbers)}"
+        )
     elif cache.budget:
         found.append(f"  takes up to {size_in_words(cache.budget)}, which was free at the largest batch so far")
     return found + [f"  {n} x not cached: {why}: {Uncached[why].value}" for why, n in cache.uncached.items()]

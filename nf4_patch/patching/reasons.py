@@ -124,10 +124,10 @@ class Reason(enum.Enum):
     )
     GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
     GRAPH_FAILED = "the capture of the decoder layer failed"
-    ACTIVATIONS_WAITING = (
-        'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
+    ACTIVATIONS_WAITING = 'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
+    ACTIVATIONS_BUDGET = (
+        "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"
     )
-    ACTIVATIONS_BUDGET = "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"
     ACTIVATIONS_CHECKPOINT = (
         "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, has a context_fn, preserve_rng_state=False or other"
         " options, or is Unsloth's, which would round the layer's fp32 input to bf16",
@@ -137,9 +137,7 @@ class Reason(enum.Enum):
         "hooks on saved tensors, an outer checkpoint, a CUDA graph capture, a mode or a transform is active, or PyTorch is older than 2.8",
         "train without activation_offloading=True, which moves what is kept to host memory",
     )
-    ACTIVATIONS_LAYER = (
-        "the decoder layer's parameters are sharded (FSDP, ZeRO-3), its forward changes its buffers, or returns an unknown object"
-    )
+    ACTIVATIONS_LAYER = "the decoder layer's parameters are sharded (FSDP, ZeRO-3), its forward changes its buffers, or returns an unknown object"
     ACTIVATIONS_REENTRANT = (
         "a reentrant checkpoint would compute something else: the layer is used twice before a backward, shares parameters with"
         " another layer, gets few rows, no input with a gradient, or a list or dict",

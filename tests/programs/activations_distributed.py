@@ -45,7 +45,10 @@ def training(**options):
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         parallel = FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}), use_orig_params=True, device_id=torch.device("cpu")
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
         )
     else:
         parallel = spread(model, way, layers, None)

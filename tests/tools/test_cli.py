@@ -167,6 +167,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 
 
 FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
+KEEPING = 'nf4_patch.enable(lora="fused", activations="auto")'
 IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
 CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit", lora="fused", graphs="auto")'
@@ -196,8 +197,9 @@ def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
     [
         ({}, [(9, 0)], GRAPHED),
         ({}, [(7, 5), (8, 0)], GRAPHED),
-        ({}, [(7, 5)], FUSED),  # a T4 does not wait for Python
-        ({}, [], FUSED),
+        ({}, [(7, 5)], KEEPING),  # a T4 does not wait for Python
+        ({"torch": "2.7.1"}, [(7, 5)], FUSED),
+        ({}, [], KEEPING),
         ({"transformers": "4.51.3"}, [(9, 0)], FUSED),
         ({"peft": "0.15.2"}, [(9, 0)], None),
     ],
@@ -206,7 +208,7 @@ def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
     """With the libraries that ``lora="fused"`` and ``graphs="auto"`` need."""
     typed = doctor.lines_to_type(LINES | changes, False, capabilities)
     assert typed.get("peft, TRL, faster") == line and ("also in SFTConfig" in typed) == (line == GRAPHED)
-    assert ("Unsloth, faster" in typed) == (line not in (FUSED, None) or "peft" in changes)
+    assert ("Unsloth, faster" in typed) == (line == GRAPHED or "peft" in changes)
     mixtures = line and line.replace("enable(", 'enable(experts="4bit", ')
     assert typed["mixtures of experts"] == mixtures or "transformers" in changes or "peft" in changes
 
