@@ -259,9 +259,7 @@ class Cache(dequantizer.Reader):
         except torch.OutOfMemoryError:
             if self.auto is None:
                 raise
-            self.auto.give_back(
-                Waits.OUT_OF_MEMORY
-            )  # drops every cached weight; the caller then decodes this weight itself
+            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller decodes this one
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile

@@ -231,7 +231,8 @@ def test_mixtures_with_packed_experts(kwargs):
     want, _ = run("off")
     got, _ = run("auto")
     assert equal(got, want) and status().kept == status().layers == tiny_experts.LAYERS
-    for record in activations.records.values():
+    for layer in layers_of(model):
+        record = activations.records[layer]
         assert record.exact == set(record.sizes)
 
 
