@@ -229,7 +229,7 @@ def test_mixtures_with_packed_experts(kwargs):
         return train(model, lengths=[96] * 5), model
 
     want, _ = run("off")
-    got, _ = run("auto")
+    got, model = run("auto")
     assert equal(got, want) and status().kept == status().layers == tiny_experts.LAYERS
     for layer in layers_of(model):
         record = activations.records[layer]
