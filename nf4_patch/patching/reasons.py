@@ -124,6 +124,10 @@ class Reason(enum.Enum):
     )
     GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
     GRAPH_FAILED = "the capture of the decoder layer failed"
+    GRAPH_THREADS = (
+        "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
+        "do what uses the GPU in one thread, and run other threads in modules that do not import torch",
+    )
     INTERNAL_ERROR = ("nf4_patch raised an error", "please report it with the traceback from the log")
 
     def __init__(self, sentence: str, advice: str = ""):
