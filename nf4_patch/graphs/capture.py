@@ -337,7 +337,7 @@ class GraphedLayer:
         """
         before, launches = self.recorder.allocated(), Launches()
         self.first, y = self.recorder.record(work.forward)
-        kept = self.recorder.allocated() - before - y.untyped_storage().nbytes()
+        kept = self.recorder.kept(before, y)
         self.hits, self.reads = launches.since(), len(self.pins)
         if kept:
             raise Refusal(Reason.GRAPH_STATE, f"{kept} bytes stay allocated after its forward")

@@ -201,6 +201,10 @@ class Recorder:
         """Return how many bytes tensors take on the GPU, as they were requested."""
         return memory(self.device, "requested_bytes")
 
+    def kept(self, before: int, result: Tensor) -> int:
+        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the result's."""
+        return self.allocated() - before - result.untyped_storage().nbytes()
+
     @contextlib.contextmanager
     def leaving_enough(self) -> Iterator[None]:
         """Record inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.

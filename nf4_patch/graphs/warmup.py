@@ -28,7 +28,7 @@ class HostGenerators:
     def __init__(self) -> None:
         self.numpy: Any = sys.modules.get("numpy.random")
         self.python, self.torch = random.getstate(), torch.get_rng_state()
-        self.of_numpy = self.numpy and self.numpy.get_state()
+        self.of_numpy: Any = self.numpy and self.numpy.get_state()
 
     def moved(self) -> bool:
         """Return whether a generator was used since."""
