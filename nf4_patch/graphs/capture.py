@@ -16,7 +16,6 @@ import torch
 import torch.nn.attention
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..cache.store import cache
 from ..nf4.runtime import DEVICE
@@ -24,17 +23,9 @@ from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
 from .arguments import slots_for
 from .fingerprint import Fingerprint
-from .pool import (
-    Pool,
-    Refusal,
-    host_generators,
-    own_casts,
-    quiet_garbage,
-    repaired,
-    requested,
-    synchronizations,
-    unowned,
-)
+from .recorder import Recorder
+from .refusal import Refusal
+from .warmup import ancestors, warm_up
 
 ALIGNMENT = 16  # bytes
 # Unsloth replaces PyTorch's checkpoint, and keeps it under another name.
@@ -178,17 +169,116 @@ def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
     return padded
 
 
-def leaves(result: Tensor) -> Iterator[Any]:
-    """Yield the leaf tensors that ``result`` was computed from, as its autograd graph records them."""
-    seen, nodes = set(), [result.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes += [following for following, _ in node.next_functions]
+class Work:
+    """What the graphs of one layer record: the layer's forward, and its recompute and backward.
+
+    The layer reads static buffers in place of its arguments, and aliases in place of its trained parameters.
+    """
+
+    def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
+        self.task, self.x, self.buffers = task, x, buffers
+        self.trained = trained_places(task.layer)
+        self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
+        self.leaf = x.detach().requires_grad_(task.x.requires_grad)  # the layer's input, in the memory of x
+        self.leaves = [self.leaf, *self.aliases]
+        self.used = list(range(len(self.aliases)))  # positions in ``aliases`` of the parameters that receive a gradient
+        self.others: tuple[None, ...] | None = None  # if the layer returns a tuple: its results after the first
+
+    def forward(self, recompute: bool = False) -> Tensor:
+        """Run the layer under a checkpoint. Return its first result.
+
+        If the model uses a reentrant checkpoint, the forward runs without gradients and the recompute with gradients, as
+        without graphs. The two may round differently, because bitsandbytes, attention and compiled layers may choose other
+        kernels.
+        """
+        task = self.task
+
+        def body(function: Callable[..., Any], *arguments: Any) -> Any:
+            with swapped(self.trained, self.aliases):
+                return function(*arguments)
+
+        def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+            if task.is_reentrant:
+                with torch.set_grad_enabled(recompute):
+                    return body(function, *arguments)
+            return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+        with task.environment.entered():
+            result = self.first_of(task.function(checkpointed, self.leaf, self.buffers))
+        if not result.requires_grad and (recompute or not task.is_reentrant):
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
+        return result
+
+    def first_of(self, result: Any) -> Tensor:
+        """Return the first result of the layer, and keep the other results in ``others``.
+
+        Raises:
+            Refusal: another result is not None, or the first result is not a tensor with the shape of x.
+        """
+        others = None
+        if type(result) is tuple and result and all(other is None for other in result[1:]):
+            result, others = result[0], result[1:]
+        # The dtype may differ: under autocast, a layer with LayerNorm returns fp32 although its input is bf16.
+        if not isinstance(result, Tensor) or result.shape != self.x.shape or not result.is_floating_point():
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape")
+        self.others = others
+        return result
+
+    def backward(self, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Compute the gradients of x and of the layer's parameters from the gradient of y.
+
+        Autocast is off, because it is also off in the thread in which autograd runs an eager backward.
+
+        Returns:
+            The gradient of x, or None if x requires no gradient. Then the gradients of the parameters in ``used``: one
+                flat tensor for each dtype, with all gradients of this dtype.
+        """
+        inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
+        with torch.autocast(DEVICE, enabled=False):
+            found: list[Any] = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
+        dx = found.pop(0) if self.leaf.requires_grad else None
+        self.used = [index for index, each in zip(self.used, found, strict=True) if each is not None]
+        gradients = [each for each in found if each is not None]
+        flat = [[each.reshape(-1) for each in aligned(same)] for same in by_dtype(gradients, self.parameters)]
+        return dx, [torch.cat(same) for same in flat]
+
+    def recompute_and_backward(self, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the result of ``backward``. A checkpoint that is not reentrant recomputes inside of the backward."""
+        return self.backward(self.forward(recompute=True) if self.task.is_reentrant else y, gradient)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that receive a gradient."""
+        return [self.trained[index][2] for index in self.used]
+
+    def run(self) -> list[Tensor]:
+        """Run the layer's forward and backward once.
+
+        Return the leaf tensors that require a gradient but are neither x nor parameters of the layer.
+        """
+        y = self.forward()
+        if self.task.is_reentrant:
+            y = self.forward(recompute=True)
+        variables = [node.variable for node in ancestors(y) if hasattr(node, "variable")]
+        strange = [leaf for leaf in variables if leaf.numel() and not any(leaf is each for each in self.leaves)]
+        self.backward(y, torch.ones_like(y))
+        return strange
+
+
+def by_dtype(tensors: Sequence[Any], parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Sort tensors into lists, one list for each dtype of the parameters.
+
+    Args:
+        tensors: one tensor for each of ``parameters``, in the same order. The parameter's dtype decides the list.
+    """
+    return [
+        [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if parameter.dtype is dtype]
+        for dtype in dtypes_of(parameters)
+    ]
+
+
+def dtypes_of(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
+    return list(dict.fromkeys(parameter.dtype for parameter in parameters))
 
 
 def not_pending() -> None:
@@ -204,224 +294,63 @@ class GraphedLayer:
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
-    pending: Callable[[], Any] = staticmethod(
-        not_pending
-    )  # a weak reference to the latest call that awaits its backward
+    second: Any = None
+    # a weak reference to the latest call that awaits its backward
+    pending: Callable[[], Any] = staticmethod(not_pending)
 
-    def __init__(self, pool: Pool, task: Task):
-        """Warm up the layer and capture its two graphs: the forward, and the recompute with the backward.
+    def __init__(self, recorder: Recorder, task: Task):
+        """Warm up the layer and record its graphs.
 
         Raises:
-            Refusal: the layer cannot be captured.
-            torch.cuda.OutOfMemoryError: the GPU has no memory for the graphs.
+            Refusal: the layer cannot be recorded.
+            torch.OutOfMemoryError: the GPU has no memory for the graphs.
         """
-        self.pool, self.fingerprint, self.is_reentrant = pool, task.fingerprint, task.is_reentrant
-        self.slots = slots_for(task.tensors, pool.slots)
-        self.trained = trained_places(task.layer)
-        self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
-        self.used: list[int] = []  # positions in ``aliases`` of the parameters that receive a gradient
-        self.parameters: Any = None  # the warm-up sets this to the parameters that receive a gradient
-        self.others: tuple[None, ...] | None = None  # if the layer returns a tuple: its results after the first
-        random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
-        try:
-            with (
-                torch.cuda.device(pool.device), torch.cuda.stream(pool.stream), quiet_garbage(),
-                torch.set_grad_enabled(self.differentiable),
-                # The backward must run in this thread, because the pool and the capture mode apply to this thread only.
-                torch.autograd.set_multithreading_enabled(False),
-                saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-            ):  # fmt: skip
-                pool.stream.wait_stream(replay_stream)
-                with cache.pinned(pool.stream.cuda_stream) as self.pins:
-                    self.capture(pool, task)
-        finally:
-            replay_stream.wait_stream(pool.stream)
-            pool.generator.set_state(random_state)
-            del self.aliases
-
-    def capture(self, pool: Pool, task: Task) -> None:
-        x = self.warmed_up(pool, task)
-        alias, y = self.captured_forward(pool, task, x)
-        with pool.allocating():
-            gradient = torch.empty_like(y)
-        self.second, launches = torch.cuda.CUDAGraph(), Launches()
-        with repaired(pool), pool.capturing(self.second):
-            result = y
-            if task.is_reentrant:
-                alias, result = self.forward_of(task, x, recompute=True)
-            dx, flat = self.backward_of(alias, result, gradient)
-        self.hits_of_backward = launches.since()
-        self.x, self.gradient, self.y = unowned(x), unowned(gradient), unowned(y.detach())
-        self.dx = None if dx is None else unowned(dx)
-        self.flat = [unowned(part) for part in flat]
-        shapes = [[torch.empty_like(p, device="meta") for p in same] for same in self.by_dtype(self.parameters)]
-        self.shapes = [aligned(same) for same in shapes]
+        self.recorder, self.fingerprint, self.is_reentrant = recorder, task.fingerprint, task.is_reentrant
+        self.slots = slots_for(task.tensors, recorder.slots)
+        with recorder.recording(self.differentiable), cache.pinned(recorder.stream_id) as self.pins:
+            with recorder.allocating():
+                x = torch.empty_like(task.x)
+                x.copy_(task.x)
+            self.record(task, x, [slot.buffer for slot in self.slots])
         self.alive = True
 
-    def warmed_up(self, pool: Pool, task: Task) -> Tensor:
-        """Warm up the layer. Return the static buffer for x."""
-        with pool.allocating():
-            x = torch.empty_like(task.x)
-            x.copy_(task.x)
-        with host_generators() as used:
-            self.warm_up(pool, task, x, used)
-        self.pins.clear()
-        return x
+    def record(self, task: Task, x: Tensor, buffers: list[Tensor]) -> None:
+        recorder, work = self.recorder, Work(task, x, buffers)
+        self.warm_up(work)
+        y = self.record_forward(work)
+        with recorder.allocating():
+            gradient = torch.empty_like(y)
+        launches = Launches()
+        self.second, (dx, flat) = recorder.record(lambda y: work.recompute_and_backward(y, gradient), self.first, y)
+        self.hits_of_backward = launches.since()
+        self.places = [work.trained[index] for index in work.used]
+        self.parameters, self.dtypes = work.parameters, dtypes_of(work.parameters)
+        self.gradient = recorder.borrowed(gradient)
+        self.dx, self.flat = None if dx is None else recorder.borrowed(dx), [recorder.borrowed(part) for part in flat]
+        shapes = [
+            [torch.empty_like(p, device="meta") for p in same] for same in by_dtype(self.parameters, self.parameters)
+        ]
+        self.shapes = [aligned(same) for same in shapes]
 
-    def captured_forward(self, pool: Pool, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Capture the layer's forward as the graph ``first``. Return the results of ``forward_of``.
+    def warm_up(self, work: Any) -> None:
+        self.is_random = warm_up(self.recorder, work)
+        self.pins.clear()
+
+    def record_forward(self, work: Any) -> Tensor:
+        """Record the layer's forward as ``first``. Return its result.
 
         Raises:
             Refusal: the forward keeps more memory than its result.
-            torch.cuda.OutOfMemoryError: the GPU has no memory for the graph.
+            torch.OutOfMemoryError: the GPU has no memory for the graph.
         """
-        self.first = torch.cuda.CUDAGraph()
-        before, launches = requested(pool.device), Launches()
-        with repaired(pool), pool.capturing(self.first):
-            alias, y = self.forward_of(task, x)
-        grown = requested(pool.device) - before
+        before, launches = self.recorder.allocated(), Launches()
+        self.first, y = self.recorder.record(work.forward)
+        kept = self.recorder.kept(before, y)
         self.hits, self.reads = launches.since(), len(self.pins)
-        if grown != y.untyped_storage().nbytes():
-            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated after its forward")
-        return alias, y
-
-    def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
-        """Sort tensors into lists, one list for each dtype of the layer's parameters.
-
-        Args:
-            tensors: one tensor for each of ``parameters``, in the same order. The parameter's dtype decides the list.
-        """
-        return [
-            [tensor for tensor, parameter in zip(tensors, self.parameters, strict=True) if parameter.dtype is dtype]
-            for dtype in self.dtypes
-        ]
-
-    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer under a checkpoint. Return the layer's input and its first result.
-
-        The input is a new leaf tensor that shares the memory of x.
-
-        If the model uses a reentrant checkpoint, the forward runs without gradients and the recompute with gradients, as
-        without graphs. The two may round differently, because bitsandbytes, attention and compiled layers may choose other
-        kernels.
-        """
-        alias = x.detach().requires_grad_(task.x.requires_grad)
-        buffers = [slot.buffer for slot in self.slots]
-
-        def body(function: Callable[..., Any], *arguments: Any) -> Any:
-            with swapped(self.trained, self.aliases):
-                return function(*arguments)
-
-        def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
-            if task.is_reentrant:
-                with torch.set_grad_enabled(recompute):
-                    return body(function, *arguments)
-            return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-        with task.environment.entered():
-            result = self.first_of(task.function(checkpointed, alias, buffers), task)
-        if not result.requires_grad and (recompute or not task.is_reentrant):
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
-        return alias, result
-
-    def first_of(self, result: Any, task: Task) -> Tensor:
-        """Return the first result of the layer, and keep the other results in ``others``.
-
-        Raises:
-            Refusal: another result is not None, or the first result is not a tensor with the shape of x.
-        """
-        others = None
-        if type(result) is tuple and result and all(other is None for other in result[1:]):
-            result, others = result[0], result[1:]
-        # The dtype may differ: under autocast, a layer with LayerNorm returns fp32 although its input is bf16.
-        if not isinstance(result, Tensor) or result.shape != task.x.shape or not result.is_floating_point():
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape")
-        self.others = others
-        return result
-
-    def backward_of(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Compute the gradients of x and of the layer's parameters from the gradient of y.
-
-        The first call sets ``parameters`` to the parameters that receive a gradient. Autocast is off, because it is
-        also off in the thread in which autograd runs an eager backward.
-
-        Returns:
-            The gradient of x, or None if x requires no gradient. Then the gradients of the parameters: one flat tensor
-                for each dtype, with all gradients of this dtype.
-        """
-        used = list(range(len(self.aliases))) if self.parameters is None else self.used
-        inputs = [*([x] if x.requires_grad else []), *[self.aliases[index] for index in used]]
-        with torch.autocast(DEVICE, enabled=False):
-            found = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
-        dx = found.pop(0) if x.requires_grad else None
-        if self.parameters is None:
-            self.used = [index for index in used if found[index] is not None]
-            self.places = [self.trained[index] for index in self.used]
-            self.parameters = [parameter for *_, parameter in self.places]
-            self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in self.parameters))
-        gradients = [each for each in found if each is not None]
-        flat = [[each.reshape(-1) for each in aligned(same)] for same in self.by_dtype(gradients)]
-        return dx, [torch.cat(same) for same in flat]
-
-    def run(self, task: Task, x: Tensor) -> list[Tensor]:
-        """Run the layer's forward and backward once.
-
-        Return the leaf tensors that require a gradient but are neither x nor parameters of the layer.
-        """
-        alias, y = self.forward_of(task, x)
-        if task.is_reentrant:
-            alias, y = self.forward_of(task, x, recompute=True)
-        known = alias, *self.aliases
-        strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is each for each in known)]
-        self.backward_of(alias, y, torch.ones_like(y))
-        return strange
-
-    def warm_up(self, pool: Pool, task: Task, x: Tensor, host_random: Callable[[], bool]) -> None:
-        """Run the layer before its capture, so that allocations and compilations at first use stay out of the graphs.
-
-        If the first run synchronizes with the GPU, the layer runs a second time, because some code synchronizes only at
-        its first use.
-
-        Args:
-            host_random: returns whether the layer has drawn random numbers on the host.
-
-        Raises:
-            Refusal: the layer does something that a replay cannot repeat.
-        """
-        modules = list(task.layer.modules())
-        own = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        buffers = [x, *[slot.buffer for slot in self.slots], *own]
-        attributes, contents = [{**vars(module)} for module in modules], [buffer.clone() for buffer in own]
-
-        def versions() -> list[int]:
-            return [buffer._version for buffer in buffers]
-
-        for last in (False, True):
-            before = versions()
-            offset = pool.generator.get_offset()
-            with pool.allocating(), own_casts(), synchronizations() as synchronized:
-                strange = self.run(task, x)
-            if not synchronized or last:
-                break
-        if synchronized:
-            raise Refusal(Reason.GRAPH_SYNCHRONIZES, f"it synchronizes with the GPU at {synchronized[0]}")
-        if host_random():
-            raise Refusal(Reason.GRAPH_RANDOM, "it draws random numbers on the host")
-        if strange:
-            raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside the layer has a gradient")
-        try:
-            changed = attributes != [vars(module) for module in modules] or not task.fingerprint.holds()
-        except RuntimeError:  # == raises this error if an attribute now holds a different tensor
-            changed = True
-        if changed or versions() != before:
-            for module, found in zip(modules, attributes, strict=True):
-                vars(module).clear()
-                vars(module).update(found)
-            task.fingerprint.restore()
-            for buffer, content in zip(own, contents, strict=True):
-                buffer.copy_(content)
-            raise Refusal(Reason.GRAPH_STATE, "a call changes one of its attributes or buffers")
-        self.is_random = pool.generator.get_offset() != offset
+        if kept:
+            raise Refusal(Reason.GRAPH_STATE, f"{kept} bytes stay allocated after its forward")
+        self.x, self.y, self.others = self.recorder.borrowed(work.x), self.recorder.borrowed(y.detach()), work.others
+        return y
 
     # --- replays ---
 
@@ -432,7 +361,7 @@ class GraphedLayer:
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
         """Replay the forward graph and return a copy of the layer's first result.
 
-        The caller must hold the pool's lock.
+        The caller must hold the recorder's lock.
         """
         self.x.copy_(x)
         self.load(tensors)
@@ -444,14 +373,14 @@ class GraphedLayer:
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
         """Replay the second graph (recompute and backward). Return the gradients of x and of ``parameters``.
 
-        The caller must hold the pool's lock.
+        The caller must hold the recorder's lock.
 
         Args:
             random_state: the state of the GPU's random generator before the forward, or None if the layer draws no
                 random numbers.
             gradient: the gradient of the layer's first result.
         """
-        generator = self.pool.generator
+        generator = self.recorder.generator
         torch._foreach_copy_([self.x, self.gradient], [x, gradient])
         self.load(tensors)
         if random_state is None:
@@ -488,7 +417,8 @@ class GraphedLayer:
     def reset(self) -> None:
         self.alive = False
         self.first.reset()
-        self.second.reset()
+        if self.second is not None:
+            self.second.reset()
 
 
 class Launches:

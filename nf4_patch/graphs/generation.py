@@ -1,4 +1,4 @@
-"""Capture a decoder layer as one CUDA graph, for a model that generates with transformers' StaticCache."""
+"""Record a decoder layer as one CUDA graph, for a model that generates with transformers' StaticCache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..patching.reasons import Reason
-from .capture import GraphedLayer, Task
-from .pool import Pool, Refusal, unowned
+from .capture import GraphedLayer, Task, Work
+from .refusal import Refusal
 
 
 def tensors_of(static_layer: Any) -> list[Tensor]:
@@ -19,6 +19,45 @@ def tensors_of(static_layer: Any) -> list[Tensor]:
     These are the keys and the values, and in newer releases of transformers also the number of tokens.
     """
     return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
+
+
+class DecodeStep(Work):
+    """What the graph of one layer records in generation: the layer's forward."""
+
+    def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
+        self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
+        self.written = set[int]()  # positions of the layers of the static cache that the forward writes
+
+    def forward(self, recompute: bool = False) -> Tensor:
+        task = self.task
+        with task.environment.entered():
+            return self.first_of(task.function(task.static_cache, self.x, self.buffers))
+
+    def run(self) -> list[Tensor]:
+        """Run the forward once for the warm-up, and fill ``written``.
+
+        Afterwards the static cache gets its old number of tokens back. The new keys and values stay in the static
+        cache, because the first replay writes the same keys and values to the same place.
+        """
+        static_layers = self.task.static_cache.layers
+        attributes = [{**vars(layer)} for layer in static_layers]
+        layers = [tensors_of(layer) for layer in static_layers]
+        before = [[tensor._version for tensor in tensors] for tensors in layers]
+        counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
+        try:
+            self.forward()
+        finally:
+            after = [[tensor._version for tensor in tensors] for tensors in layers]
+            self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
+            for tensor, count in counts:
+                tensor.copy_(count)
+            changed = False
+            for layer, found in zip(static_layers, attributes, strict=True):
+                changed |= not all(map(is_, vars(layer).values(), found.values()))
+                vars(layer).update(found)
+        if changed:
+            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
+        return []
 
 
 class GraphedForward(GraphedLayer):
@@ -31,46 +70,14 @@ class GraphedForward(GraphedLayer):
 
     differentiable = False
 
-    def capture(self, pool: Pool, task: Task) -> None:
-        self.static_cache, self.written = weakref.ref(task.static_cache), set[int]()
-        x = self.warmed_up(pool, task)
-        if len(self.written) != 1:
-            raise Refusal(Reason.GRAPH_STATE, f"it writes {len(self.written)} layers of the static cache")
-        (self.index,) = self.written
+    def record(self, task: Task, x: Tensor, buffers: list[Tensor]) -> None:
+        self.static_cache, work = weakref.ref(task.static_cache), DecodeStep(task, x, buffers)
+        self.warm_up(work)
+        if len(work.written) != 1:
+            raise Refusal(Reason.GRAPH_STATE, f"it writes {len(work.written)} layers of the static cache")
+        (self.index,) = work.written
         self.addresses = self.found_addresses()
-        _, y = self.captured_forward(pool, task, x)
-        self.x, self.y = unowned(x), unowned(y)
-        self.alive = True
-
-    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer. Return x and the layer's first result."""
-        with task.environment.entered():
-            return x, self.first_of(task.function(task.static_cache, x, [slot.buffer for slot in self.slots]), task)
-
-    def run(self, task: Task, x: Tensor) -> list[Tensor]:
-        """Run the forward once for the warm-up. Note in ``written`` which layers of the static cache the forward wrote.
-
-        Afterwards the static cache gets its old number of tokens back. The new keys and values stay in the static
-        cache, because the first replay writes the same keys and values to the same place.
-        """
-        attributes = [{**vars(layer)} for layer in task.static_cache.layers]
-        layers = [tensors_of(layer) for layer in task.static_cache.layers]
-        before = [[tensor._version for tensor in tensors] for tensors in layers]
-        counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
-        try:
-            self.forward_of(task, x)
-        finally:
-            after = [[tensor._version for tensor in tensors] for tensors in layers]
-            self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
-            for tensor, count in counts:
-                tensor.copy_(count)
-            changed = False
-            for layer, found in zip(task.static_cache.layers, attributes, strict=True):
-                changed |= not all(map(is_, vars(layer).values(), found.values()))
-                vars(layer).update(found)
-        if changed:
-            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
-        return []
+        self.record_forward(work)
 
     def found_addresses(self) -> list[int]:
         static_cache: Any = self.static_cache()
@@ -78,7 +85,3 @@ class GraphedForward(GraphedLayer):
 
     def is_in_place(self) -> bool:
         return super().is_in_place() and self.found_addresses() == self.addresses
-
-    def reset(self) -> None:
-        self.alive = False
-        self.first.reset()

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache.store import cache
 from ..nf4 import runtime
@@ -30,19 +26,18 @@ from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .arguments import DROPPED, Unsupported, flattened, replaced, signature
-from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped, trained_places
+from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
-from .option import WAIT_FOR_PYTHON, GraphsStatus
+from .option import WAIT_FOR_PYTHON
 from .own_code import cells_of, functions_in, hooks_on_activations, is_library
-from .pool import Pool, Refusal
+from .recorder import Recorder, give_back
+from .refusal import Refusal, Refused
+from .shapes import Graphs, is_due
+from .threads import others_may_use_gpu
 
-SIGHTINGS = 2  # eager calls before the first capture
-# At most SHAPES input shapes have graphs. For at most SEEN other input shapes, the calls are counted.
-SHAPES, SEEN = 16, 1024
-REPLACING = 64  # number of eager calls of a shape before its graphs replace those of another shape
-# FOR_GOOD: a layer that was refused for one of these Reasons is never captured for the same shape again.
+# FOR_GOOD: a layer that was refused for one of these Reasons is not recorded for the same shape again, until ``release()``.
 # A layer that was refused for another Reason is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
@@ -72,184 +67,6 @@ WRONG_GRADIENTS = (
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
-@dataclass
-class Shape:
-    """The CUDA graphs of all layers for one key.
-
-    A key describes a kind of call: the layout of the arguments, the settings of autocast and of PyTorch's modes, and
-    the StaticCache if the model generates.
-    """
-
-    graphs: weakref.WeakKeyDictionary[nn.Module, GraphedLayer | Refusal] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
-    # for each layer: how many eager calls the latest ``postpone`` demanded
-    waits: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
-    # Empty, or the layer whose capture ran out of memory, with its Refusal. Until this layer is freed, no layer is
-    # captured for this shape.
-    out_of_memory: weakref.WeakKeyDictionary[nn.Module, Refusal] = field(default_factory=weakref.WeakKeyDictionary)
-    used: int = 0  # value of ``Graphs.clock`` at the last call with this shape
-    began: int = 0  # value of ``Graphs.clock`` when the counting of ``calls`` began
-
-    def of(self, layer: nn.Module) -> GraphedLayer | Refusal | None:
-        refusals = list(self.out_of_memory.values())
-        return refusals[0] if refusals else self.graphs.get(layer)
-
-    def captured(self) -> list[GraphedLayer]:
-        return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
-
-    def reset(self) -> None:
-        for graph in self.captured():
-            with graph.pool.lock:
-                graph.reset()
-        self.graphs.clear()
-        self.calls.clear()
-
-
-def is_alive(key: Any, shape: Shape) -> bool:
-    """Return whether the model and the StaticCache of a shape still exist.
-
-    The last part of a key is a weak reference to the StaticCache, or None in training.
-    """
-    return bool(shape.graphs) and (key[-1] is None or key[-1]() is not None)
-
-
-class Graphs:
-    """All CUDA graphs of the process.
-
-    ``drop`` and ``forget`` may be called at any time. If the graphs are dropped between a forward and its backward, the
-    backward recomputes the layer eagerly.
-    """
-
-    def __init__(self) -> None:
-        self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs, by key
-        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, the latest used last
-        # The pool of each device. The references are weak, because the graphs keep their pool alive.
-        self.pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-        self.lock = threading.RLock()  # held during a capture
-        # for each trained parameter: the layers that hold it
-        self.holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.clock = 0  # number of calls so far
-        self.replays = 0
-
-    def drop(self) -> None:
-        """Reset every graph and return the graphs' memory to the driver."""
-        with self.lock:
-            shapes, self.shapes = self.shapes, OrderedDict()
-            pools = list(self.pools.values())
-            self.pools.clear()
-            for shape in shapes.values():
-                shape.reset()
-            for pool in pools:
-                with pool.lock:
-                    pool.keeper.reset()
-        if pools and not runtime.is_capturing():
-            torch.cuda.empty_cache()
-
-    def forget(self) -> None:
-        """Drop every graph, and forget how often shapes without graphs were called."""
-        self.drop()
-        self.seen.clear()
-
-    def shape_of(self, key: Any) -> Shape:
-        self.clock += 1
-        shape = self.shapes.get(key)
-        if shape is not None:
-            self.shapes.move_to_end(key)
-            shape.used = self.clock
-            return shape
-        shape = self.seen[key] = self.seen.pop(key, Shape())
-        if len(self.seen) > SEEN:
-            self.seen.popitem(last=False)
-        return shape
-
-    def calls_before_capture(self, shape: Shape) -> int:
-        """Return how many calls of a layer with this shape run eagerly before the layer is captured.
-
-        A capture costs as much as a few eager calls. So the number grows with the number of other shapes that have
-        graphs. The number is largest (REPLACING) if the capture would replace the graphs of another shape.
-        """
-        others = sum(1 for key, other in list(self.shapes.items()) if is_alive(key, other) and other is not shape)
-        return SIGHTINGS + others if others < SHAPES else REPLACING
-
-    def is_due(self, shape: Shape, layer: nn.Module) -> bool:
-        """Count an eager call of the layer. Return whether the layer has to be captured now.
-
-        If the capture would replace the graphs of another shape, the count starts again whenever the other shape is
-        used. Otherwise, if sequences have many lengths, layers would be captured every few steps. Each graph would then
-        be replayed too rarely to make up for its capture.
-        """
-        limit = self.calls_before_capture(shape)
-        oldest = next(iter(list(self.shapes.values())), None)  # another thread may drop all of them
-        if limit == REPLACING and oldest is not None and oldest.used > shape.began:
-            shape.calls.clear()
-            shape.began = self.clock
-        calls = shape.calls[layer] = shape.calls.get(layer, 0) + 1
-        return calls > limit
-
-    def postpone(self, shape: Shape, layer: nn.Module) -> None:
-        """Drop the layer's graphs of this shape, and run the layer eagerly for a number of calls.
-
-        This method is called if the layer has changed since its capture, or cannot be captured at present. The number
-        of eager calls doubles each time, because the layer may go on changing at every step.
-        """
-        wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
-        shape.calls[layer] = self.calls_before_capture(shape) - wait
-        shape.graphs.pop(layer, None)  # another thread may drop all graphs
-
-    def claim(self, layer: nn.Module) -> None:
-        """Note that the layer holds its trained parameters. Drop the graphs of other layers that hold one of them."""
-        with self.lock:
-            for _, _, parameter in trained_places(layer):
-                holders = self.holders.setdefault(parameter, weakref.WeakSet())
-                if layer in holders:
-                    continue
-                holders.add(layer)
-                for shape in list(self.shapes.values()) if len(holders) > 1 else ():
-                    for other in holders:
-                        shape.graphs.pop(other, None)
-
-    def is_shared(self, layer: nn.Module) -> bool:
-        """Return whether the layer holds a trained parameter twice, or another layer holds it too.
-
-        Eager code adds each use to the running sum of the gradients. A replay returns the sum of its own uses, which rounds
-        differently.
-        """
-        parameters = [parameter for _, _, parameter in trained_places(layer)]
-        if len({*map(id, parameters)}) < len(parameters):
-            return True
-        others = {other for p in parameters for other in self.holders.get(p, ()) if other is not layer}
-        held = {*map(id, parameters)}
-        return any(id(p) in held for other in others for p in other.parameters())
-
-    def make_room(self, key: Any) -> None:
-        """Prepare the first capture for a key: move its Shape from ``seen`` to ``shapes``.
-
-        If too many shapes have graphs, reset the shape that has not been used for the longest time.
-        """
-        if key in self.shapes:
-            return
-        shape = self.seen.pop(key, Shape())  # a new Shape if another thread has just called ``forget``
-        for other in [other for other, shape in self.shapes.items() if not is_alive(other, shape)]:
-            self.shapes.pop(other).reset()
-        while len(self.shapes) >= SHAPES:
-            self.shapes.popitem(last=False)[1].reset()
-        self.shapes[key] = shape
-        if key[-1] is None:
-            # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
-            torch.cuda.empty_cache()
-
-    def snapshot(self, mode: str) -> GraphsStatus:
-        shapes = [shape.captured() for shape in list(self.shapes.values())]
-        return GraphsStatus(
-            mode=mode,
-            layers=len({id(graph.fingerprint.layer()) for shape in shapes for graph in shape}),
-            shapes=sum(map(bool, shapes)),
-            replays=self.replays,
-        )
-
-
 graphs = Graphs()
 
 
@@ -272,20 +89,20 @@ class Call:
         self.offloads = offloads  # whether the layer's input waits for the backward in host memory
         self.fallbacks = fallbacks
         graph.pending = weakref.ref(self)
-        self.random_state = graph.pool.generator.get_state() if graph.is_random else None
+        self.random_state = graph.recorder.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """Return the gradients of x and of the graph's parameters, given the gradient of the layer's result.
 
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
-        graph, pool = self.graph, self.graph.pool
+        graph, recorder = self.graph, self.graph.recorder
         graph.pending = not_pending
         now = Environment.current()
         # The backward was captured without autocast.
         may_replay = not (torch.is_grad_enabled() or now.autocast) and now.modes == self.environment.modes
-        if may_replay and stream_of(pool.device) == pool.replay_stream and not is_intercepted(gradient):
-            with pool.lock:
+        if may_replay and stream_of(recorder.device) == recorder.replay_stream and not is_intercepted(gradient):
+            with recorder.lock:
                 # A reentrant checkpoint recomputes the layer as it is now, any other one only the tensors of the forward.
                 unchanged = not graph.is_reentrant or graph.fingerprint.holds()
                 if unchanged and graph.is_in_place():
@@ -298,7 +115,7 @@ class Call:
 
         Under ``create_graph`` these gradients are differentiable.
         """
-        differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
+        differentiable, generator = torch.is_grad_enabled(), self.graph.recorder.generator
         # The layer reads aliases. If it read the parameters, hooks on the parameters' gradients would run twice.
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
@@ -329,7 +146,7 @@ class Replay(context.PlainFunction):
         ctx.offloaded = OffloadedInput(x) if call.offloads and x.nbytes > MINIMUM_NBYTES else None
         if ctx.offloaded is None:
             ctx.save_for_backward(x)  # hooks on saved tensors, such as activation offloading, then apply to x
-        with graph.pool.lock:
+        with graph.recorder.lock:
             y = graph.forward(x, call.tensors)
         if ctx.offloaded is not None:
             ctx.offloaded.wait()
@@ -337,12 +154,12 @@ class Replay(context.PlainFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        call = ctx.call
+        saved = ctx.saved_tensors  # raises PyTorch's own error in a second backward without ``retain_graph``
+        call: Call = ctx.call
         previous, _ = ctx.next_functions[0]  # the autograd node that computed x: usually the previous layer's Replay
         is_first = type(previous) is not type(ctx)
         if ctx.offloaded is None:
-            (x,) = ctx.saved_tensors
-            found = call.gradients(x, gradient)
+            found = call.gradients(saved[0], gradient)
         else:
             x = ctx.offloaded.load().requires_grad_()
             if not is_first and previous.offloaded is not None:
@@ -353,7 +170,13 @@ class Replay(context.PlainFunction):
         if is_first:
             for slot in call.graph.slots:
                 slot.forget()
+        if not keeps_graph():  # Autograd frees the saved tensors now. A loss that is kept must not keep the rest.
+            ctx.call = ctx.offloaded = None
         return (None, *found)
+
+
+# keeps_graph returns whether the current backward has ``retain_graph``.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 
 def is_intercepted(gradient: Tensor) -> bool:
@@ -372,7 +195,7 @@ def stream_of(device: int) -> int:
 
 
 def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
-    with graph.pool.lock:
+    with graph.recorder.lock:
         y = Replay.apply(call, x, *graph.parameters) if graph.alive else None
     if y is None:  # another thread has just dropped all graphs
         return call.again(x)
@@ -392,7 +215,7 @@ def replay_on_host(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 
 def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
     """Replay a layer that generates."""
-    with graph.pool.lock:
+    with graph.recorder.lock:
         y = graph.forward(x, tensors) if graph.alive else None
     if y is None:  # another thread has just dropped all graphs
         return again()
@@ -573,62 +396,69 @@ def noticing_hooks(function: Function, watching: list[bool]) -> Function:
     return noticed
 
 
-def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
-    """Capture the layer for a key. Return its graphs, or a Refusal that says why the layer cannot be captured.
+def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refused:
+    """Record the layer for a key. Return its graphs, or why the layer cannot be recorded.
 
     Args:
         task_of: makes the Task of the capture from the layer's fingerprint.
     """
     fingerprint = Fingerprint(layer)
     if detail := fingerprint.code.foreign():
-        return Refusal(Reason.GRAPH_OWN_CODE, detail)
+        return Refused(Reason.GRAPH_OWN_CODE, detail)
     if graphs.is_shared(layer):
-        return Refusal(Reason.GRAPH_REUSED, "")
+        return Refused(Reason.GRAPH_REUSED, "")
     if is_sharded(layer, fingerprint):
-        return Refusal(Reason.GRAPH_SHARDED, "")
+        return Refused(Reason.GRAPH_SHARDED, "")
     if is_hooked(layer, fingerprint):
-        return Refusal(Reason.GRAPH_HOOKED, "")
+        return Refused(Reason.GRAPH_HOOKED, "")
+    if other := others_may_use_gpu():
+        return Refused(Reason.GRAPH_THREADS, f"another thread runs {other}")
+    if sys.getprofile() is not None:
+        return Refused(Reason.GRAPH_MODE, "a Python profiler is active, which a capture would interrupt")
     try:
         task = task_of(fingerprint)
     except Refusal as refusal:
-        return refusal
-    if sys.getprofile() is not None:
-        return Refusal(Reason.GRAPH_MODE, "a Python profiler is active, which a capture would interrupt")
+        return refusal.refused
     watching = [True]
     task = task._replace(function=noticing_hooks(task.function, watching))
     device, length, trains = task.x.get_device(), task.x.numel(), task.static_cache is None
     with graphs.lock:
+        if trains and key not in graphs.recordings:
+            # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
+            give_back()
         while True:
-            graphs.make_room(key)
-            pool = graphs.pools.get(device)
+            recorder = graphs.recorders.get(device)
             try:
-                if pool is None:
-                    pool = graphs.pools[device] = Pool(device)
+                if recorder is None:
+                    recorder = graphs.recorders[device] = Recorder(device)
                 # The graphs of a decode step take little memory.
-                with pool.lock, pool.leaving_enough() if trains else contextlib.nullcontext():
-                    graph = (GraphedLayer if trains else GraphedForward)(pool, task)
+                with recorder.lock, recorder.leaving_enough() if trains else contextlib.nullcontext():
+                    graph = (GraphedLayer if trains else GraphedForward)(recorder, task)
                 watching.clear()
-                pool.longest = max(pool.longest, length)
+                recorder.longest = max(recorder.longest, length)
                 if (
                     trains
                     and graph.is_random
                     and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]
                 ):
                     graph.reset()
-                    return Refusal(Reason.GRAPH_CHECKPOINT, "it draws random numbers, and preserve_rng_state is False")
+                    return Refused(Reason.GRAPH_CHECKPOINT, "it draws random numbers, and preserve_rng_state is False")
+                graphs.keep(key, layer, graph)
                 return graph
             except Refusal as refusal:
-                return refusal
-            except torch.cuda.OutOfMemoryError as error:
-                reason = str(error).splitlines()[0]
+                return refusal.refused
+            except torch.OutOfMemoryError as error:
+                refused = Refused(Reason.GRAPH_MEMORY, str(error).splitlines()[0])
             finally:
-                if pool is not None and pool.broken:
+                if recorder is not None and recorder.broken:
                     graphs.drop()
+            if not trains:  # The graphs of the training stay.
+                return refused
             graphs.drop()
-            # Without the graphs of shorter inputs, the memory may be enough. Those are captured again later, and can use
+            # Without the graphs of shorter inputs, the memory may be enough. Those are recorded again later, and can use
             # the memory of the longer input.
-            if pool is None or not 0 < pool.longest < length:
-                return Refusal(Reason.GRAPH_MEMORY, reason)
+            if recorder is None or not 0 < recorder.longest < length:
+                return refused
 
 
 def graphed(target: Target, original: Function) -> Function:
@@ -638,13 +468,15 @@ def graphed(target: Target, original: Function) -> Function:
     """
     fallbacks = Fallbacks(target.name)
 
-    def refused(refusal: Refusal) -> Reason:
-        fallbacks.details[refusal.reason] = refusal.detail
-        if refusal.reason in WARNED:
-            warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({refusal.reason.name}): {refusal.detail}")
-        return refusal.reason
+    def refused(found: Refused) -> Reason:
+        fallbacks.details[found.reason] = found.detail
+        if found.reason in WARNED:
+            warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({found.reason.name}): {found.detail}")
+        return found.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and runtime.runs_on(args[0]) and not runtime.is_capturing():
+            graphs.make_way(args[0])
         cache_name, static_cache = static_cache_of(self, kwargs)
         reason = why_not(self, args, static_cache is not None)
         if reason is not None:
@@ -662,37 +494,36 @@ def graphed(target: Target, original: Function) -> Function:
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
             warn_of_wrong_results(self, args, kwargs)
-            return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
-        pool = graphs.pools.get(x.get_device())
-        if pool is not None and stream_of(pool.device) != pool.replay_stream:
+            return refused(Refused(Reason.GRAPH_ARGUMENTS, str(error)))
+        recorder = graphs.recorders.get(x.get_device())
+        if recorder is not None and stream_of(recorder.device) != recorder.replay_stream:
             return Reason.GRAPH_STREAM
-        shape = graphs.shape_of(key)
-        graph = shape.of(self)
+        graph = graphs.recording(key, self)
         if graph is None:
+            if (known := graphs.refusal(key, self)) is not None:
+                return refused(known)
             if is_slow(x.get_device()):
                 return Reason.GRAPH_SLOW_GPU
             graphs.claim(self)
-            if not graphs.is_due(shape, self):
+            if not is_due(graphs.count(key, self)) or not graphs.has_room(key):
                 return Reason.GRAPH_NEW_SHAPE
             try:
-                graph = captured(
+                found = captured(
                     self, key, lambda f: task_of(self, args, plain, tensors, environment, f, cache_name, static_cache)
                 )
-            except Exception as error:  # the error is recorded, so that later calls do not try again
-                graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
+            except Exception as error:  # the error is remembered, so that later calls do not try again
+                graphs.refuse(key, self, Refused(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"))
                 raise
-            shape = graphs.shape_of(key)  # this is a new Shape if the capture dropped all graphs
-            if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
-                shape.out_of_memory[self] = graph
-            shape.graphs[self] = graph
-        if isinstance(graph, Refusal):
-            if graph.reason not in FOR_GOOD:
-                graphs.postpone(shape, self)
-            return refused(graph)
+            if isinstance(found, Refused):
+                if found.reason in FOR_GOOD:
+                    graphs.refuse(key, self, found)
+                return refused(found)
+            graph = found
         if cache.auto is not None:
             cache.auto.observe(x)  # before the check, because this call may free cached weights that the graph reads
         if not (graph.fingerprint.holds() and graph.is_in_place()):
-            graphs.postpone(shape, self)
+            graphs.drop_changed(key, self)
+            graphs.count(key, self)
             return Reason.GRAPH_CHANGED
         if static_cache is not None:
             return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)

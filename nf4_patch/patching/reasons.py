@@ -149,6 +149,10 @@ class Reason(enum.Enum):
     )
     GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
     GRAPH_FAILED = "the capture of the decoder layer failed"
+    GRAPH_THREADS = (
+        "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
+        "do what uses the GPU in one thread, and run other threads in modules that do not import torch",
+    )
     ACTIVATIONS_WAITING = 'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
     ACTIVATIONS_BUDGET = (
         "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"

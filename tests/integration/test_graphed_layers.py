@@ -1,7 +1,7 @@
 """Decoder layers as CUDA graphs: every cell trains twice, eagerly and with graphs, and has the same losses, gradients, adapters and
 random numbers, to the bit; or it runs eagerly under its Reason.
 
-Without a GPU each graph is a function that runs the layer (support/graphs_without_cuda.py): all but the capture is real.
+Without a GPU each graph is a function that runs the layer (support/recorders.py): all but the capture is real.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import graphs_without_cuda
 import numpy
 import pytest
+import recorders
 import torch
 from alternation import crossed
 from interrupts import interrupted_at_every_line
@@ -37,7 +37,8 @@ import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
-from nf4_patch.graphs import pool as pool_module
+from nf4_patch.graphs import recorder as recorder_module
+from nf4_patch.graphs import warmup
 from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.input_offload import UNSLOTH, OffloadedInput
@@ -155,7 +156,7 @@ def compared(
 def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
     if not GPU:
-        graphs_without_cuda.install(monkeypatch)
+        recorders.install(monkeypatch)
         # Triton's interpreter takes minutes for them
         monkeypatch.setattr(experts_launch, "supports", REMOTE.never)
     yield
@@ -1130,7 +1131,7 @@ def test_gradients_of_a_part():
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_interrupts_in_a_replay(where, monkeypatch):
     """An interrupt in a backward leaves the random generator as it was, and the next step has the results of an eager run."""
-    replays = (torch.cuda.CUDAGraph, "replay") if GPU else (graphs_without_cuda.GraphedLayer, "result_of")
+    replays = (torch.cuda.CUDAGraph, "replay") if GPU else (recorders.Repetition, "again")
     random_state = torch.cuda.get_rng_state if GPU else torch.get_rng_state
 
     def step_of(model, optimizer, step):
@@ -1304,11 +1305,12 @@ def test_random_numbers_of_the_host(draw):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     draw()
-    with pool_module.host_generators() as used:
-        assert not used()
-        inside = [draw(), draw()]
-        assert used()
-    assert [draw(), draw()] == inside
+    before = warmup.HostGenerators()
+    assert not before.moved()
+    inside = [draw(), draw()]
+    assert before.moved()
+    before.restore()
+    assert [draw(), draw()] == inside and before.moved()
 
 
 @pytest.mark.gpu
@@ -1372,23 +1374,24 @@ GIB = 2**30
 @pytest.mark.parametrize(("peak", "fits"), [(17, True), (18, False)])
 def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
-    pool = pool_module.Pool.__new__(pool_module.Pool)
-    pool.device, pool.taken = 0, 1 * GIB
-    reserved = iter([10 * GIB, 14 * GIB])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.taken = 0, 1 * GIB
+    found = iter([10 * GIB, 14 * GIB, peak * GIB + 2**20])
+    monkeypatch.setattr(recorder_module, "memory", lambda *kind: next(found))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 32 * GIB))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * GIB + 2**20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     expected = (
         contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError, match=r"18\.00 GiB, of 23")
     )
-    with expected, pool.leaving_enough():
+    with expected, recorder.leaving_enough():
         pass
-    assert pool.taken == 5 * GIB
+    assert recorder.taken == 5 * GIB
 
 
 @pytest.mark.gpu
 def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**60)
+    memory = recorder_module.memory
+    monkeypatch.setattr(recorder_module, "memory", lambda *kind: 2**60 if "peak" in kind else memory(*kind))
     found = compared(model_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 

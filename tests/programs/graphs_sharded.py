@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("support", "integration", "..")]
 import pytest
 import test_graphed_layers as graphed
-from graphs_without_cuda import install
+from recorders import install
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from spread import sharded

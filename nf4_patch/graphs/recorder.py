@@ -1,0 +1,314 @@
+"""Record GPU work as CUDA graphs. No other module of this folder knows that graphs are CUDA graphs.
+
+In tests without a GPU, classes in tests/support/recorders.py stand in for ``Recorder``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..nf4 import runtime
+from ..nf4.runtime import is_out_of_memory
+from ..patching.reasons import Reason
+from .arguments import Slot
+from .refusal import Refusal
+
+MARGIN_PART = 1 / 32  # the part of the GPU's memory that graphs leave free, because free memory is fragmented
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in sync debug mode begins with this text
+Result = TypeVar("Result")
+
+
+class Recording(Protocol):
+    """Work that ``Recorder.record`` recorded."""
+
+    def replay(self) -> None:
+        """Repeat the work on the current stream. The results lie in the same memory as those of the recorded work."""
+
+    def reset(self) -> None:
+        """Free the recording."""
+
+
+class PoolMemory:
+    """The address and the size of a tensor's memory, as ``__cuda_array_interface__``.
+
+    PyTorch can make a second tensor from this object. The second tensor uses the memory, but does not own it.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.untyped_storage().nbytes(),), "typestr": "|u1", "version": 3, "strides": None,
+            "data": (tensor.untyped_storage().data_ptr(), False),
+        }  # fmt: skip
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which all captures on this GPU run.
+
+    The captures share one stream, because cuBLAS allocates a workspace for each stream (32 MiB on Hopper).
+    """
+    return torch.cuda.Stream(device)
+
+
+class Recorder:
+    """The memory pool, the streams and the random generator that all graphs of one GPU share."""
+
+    def __init__(self, device: int):
+        self.device = device
+        self.lock = threading.RLock()  # a replay holds it from the copy of its inputs to the copy of its results
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
+        self.replay_stream = runtime.current_stream(device)
+        self.broken = False  # True after a capture failed
+        self.taken = 0  # bytes that PyTorch has reserved for the pool
+        self.longest = 0  # most elements of a layer's input for which there are graphs
+        self.prepare()
+
+    def prepare(self) -> None:
+        device = self.device
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = capture_stream(device)
+        self.generator = torch.cuda.default_generators[device]
+        self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            # capture_begin allocates the generator's state. If this allocation fails, PyTorch 2.11 aborts the process.
+            # This tensor is allocated first, so that a lack of memory raises an OutOfMemoryError instead.
+            something = torch.empty(2**10, device=device)
+            with self.capturing(self.keeper):
+                something.zero_()
+
+    def close(self) -> None:
+        """Free the memory pool, once all recordings are reset."""
+        self.keeper.reset()
+
+    @property
+    def stream_id(self) -> int:
+        return int(self.stream.cuda_stream)
+
+    # --- recording ---
+
+    def record(self, work: Callable[..., Result], before: Recording | None = None, *given: Any) -> tuple[Any, Result]:
+        """Run ``work(*given)`` and record it. Return the Recording, and the result of the work.
+
+        Args:
+            before: the Recording whose result is ``given``. It is always replayed before this one.
+
+        Raises:
+            Refusal: the work cannot be recorded.
+            torch.OutOfMemoryError: the GPU has no memory for it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with self.repaired(), self.capturing(graph):
+            result = work(*given)
+        return graph, result
+
+    @contextlib.contextmanager
+    def recording(self, differentiable: bool) -> Iterator[None]:
+        """Enter the stream and the modes in which layers are warmed up and recorded.
+
+        Afterwards the GPU's random generator has its old state, if the ``with`` block changed it.
+        """
+        state, replay_stream = self.generator.get_state(), torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream), modes_of_recording(differentiable):
+                self.stream.wait_stream(replay_stream)
+                yield
+        finally:
+            replay_stream.wait_stream(self.stream)
+            restore(self.generator, state)
+
+    @contextlib.contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record the GPU work that the ``with`` block launches on the current stream as the CUDA graph ``graph``."""
+        with own_casts():
+            graph.capture_begin(self.handle, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                # capture_end raises an error that only says that the capture is invalid. The original error says why.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    @contextlib.contextmanager
+    def repaired(self) -> Iterator[None]:
+        """If the ``with`` block raises an error, repair PyTorch's state and raise an error that the caller understands.
+
+        Raises:
+            Refusal: the capture failed, so the layer cannot be captured.
+            torch.OutOfMemoryError: the GPU has no memory for the graphs.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.repair()
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise Refusal(Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+        except BaseException:
+            self.repair()
+            raise
+
+    def repair(self) -> None:
+        """Repair PyTorch's state after a failed capture, and mark the recorder as broken.
+
+        After the failure, PyTorch still allocates from the pool, and PyTorch's random generator is still in capture
+        mode. The repair ends these allocations and gives the generator a new state. Earlier graphs read the generator's
+        old state, so the caller has to drop all graphs.
+        """
+        self.broken = True
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+        self.generator.graphsafe_set_state(self.generator.clone_state())
+
+    # --- memory ---
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Inside the ``with`` block, allocate this thread's tensors from the pool. Before PyTorch 2.8, do nothing."""
+        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # PyTorch >= 2.8
+        if begin is None:
+            yield
+            return
+        begin(self.device, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+            torch._C._cuda_releasePool(self.device, self.handle)
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """Return an alias of ``tensor`` that does not keep the memory of ``tensor`` allocated.
+
+        So the graphs of other layers can reuse this memory.
+        """
+        storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+    def allocated(self) -> int:
+        """Return how many bytes tensors take on the GPU, as they were requested."""
+        return memory(self.device, "requested_bytes")
+
+    def kept(self, before: int, result: Tensor) -> int:
+        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the result's."""
+        return self.allocated() - before - result.untyped_storage().nbytes()
+
+    @contextlib.contextmanager
+    def leaving_enough(self) -> Iterator[None]:
+        """Record inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
+
+        The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
+
+        Raises:
+            torch.OutOfMemoryError: there would be too little memory.
+        """
+        before = memory(self.device, "reserved_bytes")
+        yield
+        reserved = memory(self.device, "reserved_bytes")
+        self.taken += reserved - before
+        free, total = torch.cuda.mem_get_info(self.device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)  # PyTorch >= 2.8
+        limit = min(free + reserved, int(fraction * total)) - int(MARGIN_PART * fraction * total)
+        peak = memory(self.device, "allocated_bytes", "peak")
+        if self.taken + peak > limit:
+            gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
+            raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
+
+    # --- what a graph cannot repeat ---
+
+    @contextlib.contextmanager
+    def synchronizations(self) -> Iterator[list[str]]:
+        """Yield a list. When the ``with`` block ends, it has the source lines at which this thread waited for the GPU."""
+        before, found, thread = torch.cuda.get_sync_debug_mode(), list[str](), threading.get_ident()
+
+        def show(message: Any, category: Any, filename: str, lineno: int, *others: Any, **options: Any) -> None:
+            if not str(message).startswith(SYNCHRONIZES):
+                shown(message, category, filename, lineno, *others, **options)
+            elif threading.get_ident() == thread:
+                found.append(f"{filename}:{lineno}")
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=SYNCHRONIZES)
+            shown, warnings.showwarning = warnings.showwarning, show
+            torch.cuda.set_sync_debug_mode("warn")  # "error" would also hit other threads that synchronize now
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+
+def memory(device: int, kind: str, value: str = "current") -> int:
+    """Return a value of PyTorch's memory statistics, in bytes. ``torch.cuda.memory_stats`` would sort all of them first.
+
+    Args:
+        kind: for example "reserved_bytes".
+        value: "current" or "peak".
+    """
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
+
+
+def give_back() -> None:
+    """Return memory that PyTorch does not use to the driver."""
+    if not runtime.is_capturing():
+        torch.cuda.empty_cache()
+
+
+def restore(generator: Any, state: Tensor) -> None:
+    """Give a random generator an earlier state. Leave it alone if it still has this state."""
+    if not torch.equal(generator.get_state(), state):
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
+def modes_of_recording(differentiable: bool) -> Iterator[None]:
+    """Enter the modes in which layers are warmed up and recorded. Both run their backward in this thread.
+
+    A recorder's pool and its capture mode apply to one thread only.
+    """
+    with (
+        quiet_garbage(),
+        torch.set_grad_enabled(differentiable),
+        torch.autograd.set_multithreading_enabled(False),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def own_casts() -> Iterator[None]:
+    """Keep the weights that autocast casts inside the ``with`` block apart from those that it casts outside.
+
+    Autocast keeps a cast weight until the end of its outermost context. A graph would read this weight even later.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def quiet_garbage() -> Iterator[None]:
+    """Disable garbage collection inside the ``with`` block.
+
+    A collection in the middle of a capture could destroy another graph.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

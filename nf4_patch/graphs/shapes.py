@@ -1,0 +1,189 @@
+"""The graphs of the process, by layer and by kind of call.
+
+A key describes a kind of call: the layout of the arguments, the settings of autocast and of PyTorch's modes, and a weak
+reference to the StaticCache if the model generates (None in training).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..patching.reasons import Reason
+from .capture import GraphedLayer, trained_places
+from .option import GraphsStatus
+from .recorder import Recorder, give_back
+from .refusal import Refused
+
+RECORDED_AT = 3  # A layer is recorded at its third call with a shape.
+# The first SHAPES shapes of training, and as many static caches, have recordings. At most SEEN other shapes are counted.
+SHAPES, SEEN = 16, 1024
+
+ByLayer = weakref.WeakKeyDictionary
+
+
+def is_due(calls: int) -> bool:
+    """Return whether a layer is recorded at this eager call of a shape.
+
+    It is recorded at the third call. If it changed or could not be recorded, it is recorded at its sixth eager call, its
+    twelfth and so on, because it may go on changing at every step.
+    """
+    times, rest = divmod(calls, RECORDED_AT)
+    return rest == 0 and times.bit_count() == 1
+
+
+class Graphs:
+    """All recordings of the process.
+
+    ``drop`` and ``forget`` may be called at any time. If the graphs are dropped between a forward and its backward, the
+    backward recomputes the layer eagerly.
+    """
+
+    def __init__(self) -> None:
+        # three things: what is recorded, which layers cannot be recorded, and how often layers ran eagerly
+        self.recordings: dict[Any, ByLayer[nn.Module, GraphedLayer]] = {}
+        self.refusals: dict[Any, ByLayer[nn.Module, Refused]] = {}
+        self.calls: OrderedDict[Any, ByLayer[nn.Module, int]] = OrderedDict()
+        # The recorder of each device. The references are weak, because the graphs keep their recorder alive.
+        self.recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+        self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
+        self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
+        self.lock = threading.RLock()  # held during a capture
+        self.replays = 0
+
+    # --- recordings ---
+
+    def recording(self, key: Any, layer: nn.Module) -> GraphedLayer | None:
+        found = self.recordings.get(key)
+        return None if found is None else found.get(layer)
+
+    def has_room(self, key: Any) -> bool:
+        """Return whether layers may be recorded for this key. Forget keys whose model or StaticCache was freed."""
+        if key in self.recordings:
+            return True
+        with self.lock:
+            for other in [*self.recordings]:
+                if not is_alive(other, self.recordings[other]):
+                    reset(self.recordings.pop(other))
+        trains = key[-1] is None
+        return sum((other[-1] is None) == trains for other in list(self.recordings)) < SHAPES
+
+    def keep(self, key: Any, layer: nn.Module, graph: GraphedLayer) -> None:
+        self.recordings.setdefault(key, ByLayer())[layer] = graph
+
+    def drop_changed(self, key: Any, layer: nn.Module) -> None:
+        """Drop the recording of a layer that has changed since."""
+        self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
+
+    def drop(self) -> None:
+        """Free every recording and return its memory to the driver. Layers are recorded again at their next call."""
+        with self.lock:
+            recordings, self.recordings = self.recordings, {}
+            recorders = list(self.recorders.values())
+            self.recorders.clear()
+            for key, layers in recordings.items():
+                for layer in list(layers):
+                    self.calls.setdefault(key, ByLayer())[layer] = RECORDED_AT - 1
+                reset(layers)
+            for recorder in recorders:
+                with recorder.lock:
+                    recorder.close()
+        if recorders:
+            give_back()
+
+    def forget(self) -> None:
+        """Drop every recording, every refusal and all counts."""
+        self.drop()
+        self.refusals.clear()
+        self.calls.clear()
+
+    def make_way(self, x: Tensor) -> None:
+        """Drop every recording before the layers get a larger input than ever before, because it needs more memory."""
+        device, size = x.get_device(), x.numel()
+        if size > self.largest.get(device, 0):
+            self.largest[device] = size
+            if device in self.recorders:
+                self.drop()
+
+    # --- refusals ---
+
+    def refusal(self, key: Any, layer: nn.Module) -> Refused | None:
+        """Return why a layer cannot be recorded, or None.
+
+        A layer for which there was no memory stands for all layers until it is freed.
+        """
+        found = self.refusals.get(kind_of(key))
+        if not found:
+            return None
+        own = found.get(layer)
+        return own or next((each for each in list(found.values()) if each.reason is Reason.GRAPH_MEMORY), None)
+
+    def refuse(self, key: Any, layer: nn.Module, refused: Refused) -> None:
+        self.refusals.setdefault(kind_of(key), ByLayer())[layer] = refused
+
+    # --- counts ---
+
+    def count(self, key: Any, layer: nn.Module) -> int:
+        """Count an eager call of a layer. Return the number of eager calls so far."""
+        layers = self.calls[key] = self.calls.pop(key, ByLayer())
+        if len(self.calls) > SEEN:
+            self.calls.popitem(last=False)
+        layers[layer] = calls = layers.get(layer, 0) + 1
+        return calls
+
+    # --- parameters ---
+
+    def claim(self, layer: nn.Module) -> None:
+        """Note that the layer holds its trained parameters. Drop the graphs of other layers that hold one of them."""
+        with self.lock:
+            for _, _, parameter in trained_places(layer):
+                holders = self.holders.setdefault(parameter, weakref.WeakSet())
+                if layer in holders:
+                    continue
+                holders.add(layer)
+                for recordings in list(self.recordings.values()) if len(holders) > 1 else ():
+                    for other in holders:
+                        recordings.pop(other, None)
+
+    def is_shared(self, layer: nn.Module) -> bool:
+        """Return whether the layer holds a trained parameter twice, or another layer holds it too.
+
+        Eager code adds each use to the running sum of the gradients. A replay returns the sum of its own uses, which rounds
+        differently.
+        """
+        parameters = [parameter for _, _, parameter in trained_places(layer)]
+        if len({*map(id, parameters)}) < len(parameters):
+            return True
+        others = {other for p in parameters for other in self.holders.get(p, ()) if other is not layer}
+        held = {*map(id, parameters)}
+        return any(id(p) in held for other in others for p in other.parameters())
+
+    def snapshot(self, mode: str) -> GraphsStatus:
+        layers = [graph.fingerprint.layer() for each in list(self.recordings.values()) for graph in list(each.values())]
+        return GraphsStatus(
+            mode=mode,
+            layers=len({id(layer) for layer in layers}),
+            shapes=sum(map(bool, list(self.recordings.values()))),
+            replays=self.replays,
+        )
+
+
+def kind_of(key: Any) -> Any:
+    """Return a key without its StaticCache, because the next StaticCache changes nothing about a refusal."""
+    return (*key[:-1], key[-1] is None)
+
+
+def is_alive(key: Any, layers: ByLayer[nn.Module, GraphedLayer]) -> bool:
+    """Return whether the model and the StaticCache of a key still exist."""
+    return bool(layers) and (key[-1] is None or key[-1]() is not None)
+
+
+def reset(layers: ByLayer[nn.Module, GraphedLayer]) -> None:
+    for graph in list(layers.values()):
+        with graph.recorder.lock:
+            graph.reset()

@@ -1,0 +1,50 @@
+"""Find out whether another thread of the process might use the GPU.
+
+While a CUDA graph is captured, such a thread would fail: PyTorch's random generator of the GPU and ``torch.cuda.synchronize``
+belong to the whole process. PyTorch does not say which threads use the GPU, so this module reads their stacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import threading
+from types import CodeType, FrameType, ModuleType
+
+import torch
+
+# Threads of PyTorch itself that neither draw random numbers nor wait for the whole GPU: those of a DataLoader and of Inductor.
+HARMLESS = "torch.utils.data.", "torch._inductor.", "torch.multiprocessing."
+INSTALLED = tuple({os.path.join(os.path.realpath(path), "") for path in sysconfig.get_paths().values()})
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(code: CodeType) -> bool:
+    """Return whether a function belongs to Python or to an installed library."""
+    name = code.co_filename
+    return name.startswith("<frozen ") or os.path.realpath(name).startswith(INSTALLED)
+
+
+def may_use_gpu(frame: FrameType) -> bool:
+    """Return whether a running function may use the GPU: a function of the user, or of a module that imports PyTorch."""
+    if not is_installed(frame.f_code):
+        return True
+    namespace = frame.f_globals
+    if f"{namespace.get('__name__')}.".startswith(HARMLESS):
+        return False
+    modules = [value for value in list(namespace.values()) if isinstance(value, ModuleType)]
+    return namespace.get("__name__", "").split(".")[0] == "torch" or torch in modules
+
+
+def others_may_use_gpu() -> str:
+    """Return the name of the function that another thread runs and that may use the GPU, or ""."""
+    own = threading.get_ident()
+    for thread, running in sys._current_frames().items():
+        frame: FrameType | None = running if thread != own else None
+        while frame is not None:
+            if may_use_gpu(frame):
+                return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
+            frame = frame.f_back
+    return ""

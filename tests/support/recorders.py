@@ -1,0 +1,158 @@
+"""Recorders for a machine without CUDA. All else that runs is what runs on a GPU.
+
+``Rerun`` runs the recorded function again, and copies its results into the memory of the first results. ``Operations`` repeats the
+operations that the function ran, in the memory that they had: as in a CUDA graph, no change of Python's state reaches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from nf4_patch.cache.store import cache
+from nf4_patch.graphs import input_offload, layers
+from nf4_patch.graphs.recorder import Recorder, modes_of_recording, restore
+from nf4_patch.patching.counters import counters
+
+
+def copy_into(held: Any, results: Any) -> None:
+    for old, new in zip(tree_flatten(held)[0], tree_flatten(results)[0], strict=True):
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            old.detach().copy_(new.detach())
+
+
+class Repetition:
+    """A recording: the work, and the result that its first run had."""
+
+    def __init__(self, work: Callable[..., Any], generator: Any, before: Repetition | None, given: tuple[Any, ...]):
+        self.work, self.generator, self.before = work, generator, before
+        self.differentiable = torch.is_grad_enabled()
+        self.result = work(*given)
+
+    def again(self) -> Any:
+        if self.before is None:
+            return self.work()
+        state = self.generator.get_state()
+        given = self.before.again()
+        self.generator.set_state(state)  # the work before drew its numbers in a replay of its own
+        return self.work(given)
+
+    def replay(self) -> None:
+        hits = [(counter, counter.hits) for counter in list(counters.hit_counters.values())]
+        read = cache.hits
+        with modes_of_recording(self.differentiable):
+            copy_into(self.result, self.again())
+        for counter, number in hits:  # a replay of a graph does not count by itself
+            counter.hits = number
+        cache.hits = read
+
+    def reset(self) -> None:
+        self.work = self.before = self.result = None  # type: ignore[assignment]
+
+
+class Rerun(Recorder):
+    stream_id = 0  # type: ignore[assignment]
+
+    def prepare(self) -> None:
+        self.generator = torch.default_generator
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def record(self, work: Any, before: Any = None, *given: Any) -> tuple[Any, Any]:
+        recording = Repetition(work, self.generator, before, given)
+        return recording, recording.result
+
+    @contextlib.contextmanager
+    def recording(self, differentiable: bool) -> Iterator[None]:
+        state = self.generator.get_state()
+        try:
+            with modes_of_recording(differentiable):
+                yield
+        finally:
+            restore(self.generator, state)
+
+    def allocating(self) -> Any:
+        return contextlib.nullcontext()
+
+    leaving_enough = allocating
+
+    def synchronizations(self) -> Any:
+        return contextlib.nullcontext([])
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def allocated(self) -> int:
+        return 0
+
+    def kept(self, before: int, result: Tensor) -> int:
+        """As if a forward kept nothing but its result."""
+        return 0
+
+
+class Log(TorchDispatchMode):
+    """Every operation, with its arguments and results. All of them keep their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        def held(value: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
+
+        given = held((args, kwargs or {}))
+        result = function(*args, **kwargs or {})
+        inputs = {t.untyped_storage()._cdata for t in tree_flatten(given)[0] if isinstance(t, Tensor)}
+        outputs = [t for t in tree_flatten(held(result))[0] if isinstance(t, Tensor)]
+        written = [None if t.untyped_storage()._cdata in inputs else t for t in outputs]
+        if function is not torch.ops.aten.detach.default:
+            self.calls.append((function, given, written))
+        return result
+
+    def repeat(self) -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for function, (args, kwargs), written in self.calls:
+                results = [t for t in tree_flatten(function(*args, **kwargs))[0] if isinstance(t, Tensor)]
+                for old, new in zip(written, results, strict=True):
+                    if old is not None:
+                        old.copy_(new)
+
+
+class Operations(Rerun):
+    def record(self, work: Any, before: Any = None, *given: Any) -> tuple[Any, Any]:
+        log = Log()
+        with log:
+            result = work(*given)
+        return OfLog(log), result
+
+
+class OfLog:
+    def __init__(self, log: Log):
+        self.log = log
+
+    def replay(self) -> None:
+        self.log.repeat()
+
+    def reset(self) -> None:
+        self.log.calls.clear()
+
+
+def prefetch(self: Any) -> None:
+    """Replace OffloadedInput.prefetch. Without a GPU, ``to`` would make no copy, so this function makes one."""
+    self.on_gpu = self.on_host.clone() if self.on_gpu is None else self.on_gpu
+
+
+def install(monkeypatch: Any, recorder: type[Recorder] = Rerun) -> None:
+    monkeypatch.setattr(layers, "Recorder", recorder)
+    monkeypatch.setattr(input_offload, "copying", contextlib.nullcontext)
+    monkeypatch.setattr(input_offload, "wait_for_copies", lambda device: None)
+    monkeypatch.setattr(input_offload.OffloadedInput, "prefetch", prefetch)
