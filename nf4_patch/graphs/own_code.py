@@ -7,6 +7,7 @@ script reads (globals, closures, other objects) cannot be recorded, so such laye
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import importlib.metadata
 import os
@@ -120,6 +121,8 @@ class Code:
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
         kinds = dict.fromkeys(kind for each in {*map(type, modules)} for kind in each.__mro__)
         classes = [kind for kind in kinds if kind.__module__ not in ("builtins", "abc")]
+        for kind in classes:
+            copyreg._slotnames(kind)  # type: ignore[attr-defined]  # deepcopy and pickle would add this to a class later
         named = [vars(sys.modules[k.__module__]) for k in classes if k.__module__ in sys.modules and k is not nn.Module]
         forwards = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind) and kind is not nn.Module]
         own = [[v for v in vars(m).values() if callable(v) and not isinstance(v, nn.Module)] for m in modules]

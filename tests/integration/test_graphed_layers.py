@@ -198,7 +198,7 @@ def test_without_autocast_and_with_fp32_adapters():
 
 
 def test_an_fp32_adapter_that_is_used_twice():
-    """Eager code adds the gradients of the two uses one by one."""
+    """Autocast casts the adapter once, so its two gradients are added in bf16."""
 
     def make():
         model = model_of(
@@ -210,8 +210,7 @@ def test_an_fp32_adapter_that_is_used_twice():
             parameter.data = parameter.data.float()
         return model
 
-    found = compared(make)
-    assert not found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"}
+    assert compared(make)["replays"] == 3 * (STEPS - 2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
