@@ -1337,7 +1337,7 @@ def test_refusals_outlive_the_graphs(monkeypatch):
 
     monkeypatch.setattr(graphs_module, "GraphedLayer", Failing)
     found = compared(model_of)
-    assert len(failed) == 2 and found["replays"] == STEPS - 3
+    assert len(failed) == 2 and found["replays"] == STEPS - 2
 
 
 def test_a_kept_loss_keeps_nothing_alive(frozen):
@@ -1354,7 +1354,8 @@ def test_a_kept_loss_keeps_nothing_alive(frozen):
             calls += [weakref.ref(n.call) for n in nodes]
             del node, nodes
             loss.backward()
-            kept.append(loss)
+            if step >= 2:  # a loss of an eager step keeps its checkpoints
+                kept.append(loss)
         assert calls and not any(call() for call in calls)
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             kept[-1].backward()
