@@ -321,7 +321,9 @@ class GraphedLayer:
         self.parameters, self.dtypes = work.parameters, dtypes_of(work.parameters)
         self.gradient = recorder.borrowed(gradient)
         self.dx, self.flat = None if dx is None else recorder.borrowed(dx), [recorder.borrowed(part) for part in flat]
-        shapes = [[torch.empty_like(p, device="meta") for p in same] for same in by_dtype(self.parameters, self.parameters)]
+        shapes = [
+            [torch.empty_like(p, device="meta") for p in same] for same in by_dtype(self.parameters, self.parameters)
+        ]
         self.shapes = [aligned(same) for same in shapes]
 
     def warm_up(self, work: Any) -> None:

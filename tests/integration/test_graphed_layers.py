@@ -1290,7 +1290,10 @@ class Router(torch.nn.Module):
 ROUTED: list[Tensor] = []
 
 
-def test_an_auxiliary_loss_outside_of_the_layer():
+def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
+    # a list of its own, because ``gc.freeze`` hides older ones
+    monkeypatch.setitem(globals(), "ROUTED", [])
+
     def make():
         model = model_of()
         layers_of(model)[1].mlp = Router(layers_of(model)[1].mlp)
