@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import recorders
 import numpy
 import pytest
+import recorders
 import torch
 from alternation import crossed
 from interrupts import interrupted_at_every_line
