@@ -152,6 +152,13 @@ def compared(
     return graphed
 
 
+@pytest.fixture
+def frozen(monkeypatch):
+    """As in a CUDA graph, no change of Python's state reaches a replay."""
+    if not GPU:
+        recorders.install(monkeypatch, recorders.Operations)
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
@@ -531,7 +538,6 @@ def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, steps=9)["replays"]
 
 
-@pytest.mark.gpu  # without a GPU, the stand-in copies no masks
 def test_a_mask_written_without_its_version():
     """As by ``dist.broadcast``. Between two steps, the address and the version of the mask stay the same."""
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
@@ -891,7 +897,7 @@ NOT_REFUSED = {
 
 
 @pytest.mark.parametrize(("base", "change"), crossed(("plain", "cached"), [*CHANGES, *AROUND]))
-def test_changes(change, base):
+def test_changes(change, base, frozen):
     step_of = changed(CHANGES.get(change, {}), AROUND.get(change))
     found = compared(model_of, step_of, steps=10, base=BASES[base])
     assert ("GRAPH_CHANGED" in found["reasons"]) == (change not in NOT_REFUSED)
@@ -954,7 +960,7 @@ CHANGES_FOR_A_WHILE = [
 
 
 @pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
-def test_changes_that_the_recompute_sees(change):
+def test_changes_that_the_recompute_sees(change, frozen):
     """A reentrant checkpoint recomputes with the changed layer, and so do layers with graphs."""
 
     def step_of(model, optimizer, step):
@@ -969,9 +975,8 @@ def test_changes_that_the_recompute_sees(change):
     assert found["replays"] == 3 * (8 - 2) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
-# Without a GPU, a replay calls the function that is there at the time.
-@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE if GPU else CHANGES_FOR_A_WHILE[:-1])
-def test_changes_that_the_recompute_does_not_see(change):
+@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
+def test_changes_that_the_recompute_does_not_see(change, frozen):
     """With a non-reentrant checkpoint, the gradients are those of the forward: as if the change came after the backward."""
 
     def step_of(early):
@@ -1203,21 +1208,187 @@ def test_varying_lengths():
     assert found["status"].graphs.shapes == 3
 
 
-def test_least_recently_used_shape_goes(monkeypatch):
-    monkeypatch.setattr(graphs_module, "SHAPES", 2)
-    monkeypatch.setattr(graphs_module, "REPLACING", 4)
-    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step // 6)), steps=30)
+def test_the_first_shapes_stay(monkeypatch):
+    monkeypatch.setattr(shapes_module, "SHAPES", 2)
+    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step // 4)), steps=16)
     assert found["status"].graphs.shapes == 2
-    assert found["replays"] == 3 * (4 + 3 + 2 + 2 + 2)  # of five lengths, six steps each
+    assert found["replays"] == 3 * (2 + 2)  # of four lengths, four steps each
 
 
-def test_shapes_in_use_are_not_replaced(monkeypatch):
-    """Of four lengths in turns, two run as graphs, and nothing is captured again."""
-    monkeypatch.setattr(graphs_module, "SHAPES", 2)
-    monkeypatch.setattr(graphs_module, "REPLACING", 4)
-    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step % 4)), steps=40)
-    assert found["status"].graphs.shapes == 2
-    assert found["replays"] == 3 * (8 + 7)  # after two and three eager steps of ten
+def test_when_a_shape_is_recorded():
+    """At its third call, then, if it was dropped by a change, after twice as many each time."""
+    assert [calls for calls in range(1, 100) if shapes_module.is_due(calls)] == [3, 6, 12, 24, 48, 96]
+
+
+def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
+    """Of memory for 100 tokens, a batch takes as many as it has, and graphs take 30: no step runs out of memory."""
+
+    class Small(recorder_module.Recorder if GPU else recorders.Rerun):
+        def __init__(self, device):
+            super().__init__(device)
+            alive.append(weakref.ref(self))
+
+    def step_of(model, optimizer, step):
+        length = 100 if step == 5 else 16
+        loss = loss_of(model, step, length)
+        held = 30 if graphs.recordings else 0
+        assert length + held <= 100, "out of memory only with graphs"
+        return backward(loss)
+
+    alive = list[Any]()
+    monkeypatch.setattr(graphs_module, "Recorder", Small)
+    graphs.largest.clear()
+    found = compared(model_of, step_of, steps=9)
+    assert len(alive) == 2 and found["replays"] == 3 * (3 + 3)
+
+
+class Router(torch.nn.Module):
+    """An MLP that appends an auxiliary loss to a list outside of the layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        ROUTED.append(x.float().square().mean())
+        return self.inner(x)
+
+
+ROUTED: list[Tensor] = []
+
+
+def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
+    # a list of its own, because ``gc.freeze`` hides older ones
+    monkeypatch.setitem(globals(), "ROUTED", [])
+
+    def make():
+        model = model_of()
+        layers_of(model)[1].mlp = Router(layers_of(model)[1].mlp)
+        return model
+
+    def step_of(model, optimizer, step):
+        ROUTED.clear()
+        loss = loss_of(model, step)
+        assert len(ROUTED) == 1
+        return backward(loss + 0.1 * sum(ROUTED))
+
+    found = compared(make, step_of)
+    assert found["replays"] == 2 * (STEPS - 2) and "GRAPH_STATE" in found["reasons"]
+
+
+def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
+    def refuse(recorder, task):
+        raise recorder_module.Refusal(Reason.GRAPH_FAILED, "no")
+
+    monkeypatch.setattr(graphs_module, "GraphedLayer", refuse)
+    model = model_of()
+    run(model, one_step, graphs="auto")
+    with nf4_patch.enabled(graphs="auto"):
+        for step in range(4):
+            loss_of(model, step)
+        assert graphs.refusals
+        layer = weakref.ref(layers_of(model)[0])
+        del model
+        gc.collect()
+        assert layer() is None
+
+
+def test_refusals_outlive_the_graphs(monkeypatch):
+    """Captures that fail drop all graphs, but each layer fails only once."""
+    failed = []
+
+    class Failing(graphs_module.GraphedLayer):
+        def __init__(self, recorder, task):
+            if task.layer.self_attn.layer_idx != 1:
+                failed.append(task.layer)
+                recorder.broken = True
+                raise recorder_module.Refusal(Reason.GRAPH_FAILED, "no")
+            super().__init__(recorder, task)
+
+    monkeypatch.setattr(graphs_module, "GraphedLayer", Failing)
+    found = compared(model_of)
+    assert len(failed) == 2 and found["replays"] == STEPS - 2
+
+
+def test_a_kept_loss_keeps_nothing_alive(frozen):
+    """After its backward, a loss that the script keeps holds no weight and no input of a layer."""
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        calls, kept = [], []
+        for step in range(5):
+            loss = loss_of(model, step)
+            node, nodes = loss.grad_fn, []
+            while node is not None:
+                nodes += [node] if hasattr(node, "call") else []
+                node = next((n for n, _ in node.next_functions if n is not None), None)
+            calls += [weakref.ref(n.call) for n in nodes]
+            del node, nodes
+            loss.backward()
+            if step >= 2:  # a loss of an eager step keeps its checkpoints
+                kept.append(loss)
+        assert calls and not any(call() for call in calls)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            kept[-1].backward()
+        layer = weakref.ref(layers_of(model)[0].mlp.up_proj.base_layer.weight)
+        del model
+        gc.collect()
+        graphs.forget()
+        gc.collect()
+        assert layer() is None
+
+
+def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypatch):
+    def refuse(recorder, task):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(graphs_module, "GraphedForward", refuse)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        before = graphs.replays
+        rollouts(model, cache_implementation="static", do_sample=False)
+        assert graphs.replays - before == 3 * 2
+
+
+def test_another_thread_that_may_use_the_gpu():
+    """Such as one that runs a function of the script."""
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: stop.wait())
+    thread.start()
+    try:
+        found = compared(model_of)
+    finally:
+        stop.set()
+        thread.join()
+    assert not found["replays"] and "GRAPH_THREADS" in found["reasons"]
+
+
+def test_threads_of_libraries_that_use_no_gpu():
+    """A DataLoader's, a timer's: layers are captured."""
+    timer = threading.Timer(60, print)
+    timer.start()
+    try:
+        assert compared(model_of)["replays"] == 3 * (STEPS - 2)
+    finally:
+        timer.cancel()
+
+
+def test_numbers_that_another_thread_draws():
+    """A capture of a layer that draws nothing sets no generator back."""
+    random.seed(0)
+    drawn, stop = [], threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            drawn.append(random.random())
+
+    draw_only = threading.Thread(target=draw)
+    draw_only.start()
+    try:
+        run(model_of(), one_step, graphs="auto")
+    finally:
+        stop.set()
+        draw_only.join()
+    assert len(drawn) == len(set(drawn))
 
 
 @pytest.mark.gpu
