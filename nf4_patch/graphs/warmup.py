@@ -30,14 +30,16 @@ class HostGenerators:
         self.python, self.torch = random.getstate(), torch.get_rng_state()
         self.of_numpy: Any = self.numpy and self.numpy.get_state()
 
-    def moved(self) -> bool:
-        """Return whether a generator was used since."""
+    def moved(self, apart_from: Any = None) -> bool:
+        """Return whether a generator other than ``apart_from`` was used since."""
         if self.numpy:
             name, keys, *rest = self.of_numpy
             now, keys_now, *rest_now = self.numpy.get_state()
             if name != now or rest != rest_now or (keys != keys_now).any():
                 return True
-        return random.getstate() != self.python or not torch.equal(torch.get_rng_state(), self.torch)
+        if random.getstate() != self.python:
+            return True
+        return apart_from is not torch.default_generator and not torch.equal(torch.get_rng_state(), self.torch)
 
     def restore(self) -> None:
         random.setstate(self.python)
@@ -152,7 +154,7 @@ def warm_up(recorder: Recorder, work: Any) -> bool:
             leftovers = Leftovers(work.leaves)
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 strange = work.run()
-            is_random, draws = not torch.equal(recorder.generator.get_state(), state), host.moved()
+            is_random, draws = not torch.equal(recorder.generator.get_state(), state), host.moved(recorder.generator)
             stays = leftovers.found()
             if stays or not (synchronized or draws):
                 break
