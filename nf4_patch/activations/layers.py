@@ -156,7 +156,6 @@ class Activations:
         if mode != self.mode:
             spare.leave(self.user)
             self.forget()
-            self.calls = self.kept_calls = 0
             self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)
@@ -328,9 +327,7 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
     if (
         context.saved_tensors_hooks(False) is not None
         or context.backward_in_progress() != -1
-        or context.modes_active()
-        or context.function_mode_active()
-        or context.transforms_active() is not None
+        or context.watched() is not None
         or runtime.is_capturing()
     ):
         return Reason.ACTIVATIONS_HOOKED
@@ -345,7 +342,7 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
 
 def kept(target: Target, original: Function) -> Function:
     """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
-    fallbacks = Fallbacks(target.name)
+    fallbacks = Fallbacks("activations")  # not under the target's name, which counts for graphs
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = (partial(original, self, *args, **kwargs),)
