@@ -112,7 +112,8 @@ class Status:
             if effect.lacks or (option.calls and (effect.value != "off" or effect.calls)):
                 lines.append(f"  {line(name, effect)}")
             lines += [f"  {each}" for each in option.lines(getattr(self, name))] if option.lines else []
-        if self.enabled and not any(each.calls for each in (*self.targets, *self.options.values())):
+        called = any(target.calls for target in self.targets) or any(each.calls for each in self.options.values())
+        if self.enabled and not called:
             patched = sum(target.state.was_patched for target in self.targets)
             lines.append(f"  nothing was called yet; {patched} functions are replaced{waiting(self.targets)}")
         lines += [f"  error: {error}" for error in self.errors]
