@@ -18,8 +18,6 @@ class ActivationsStatus:
     layers: int = 0  # layers that are checkpointed
     size: int = 0  # bytes that the kept layers hold until their backward
     why: dict[str, int] = field(default_factory=dict)  # number of other layers, by the name of the Reason
-    kept_calls: int = 0  # layer calls that kept their activations, so far
-    calls: int = 0  # layer calls under gradient checkpointing, so far
     budget: int | None = None  # with activations="auto": the bytes per GPU that may be kept
     waits: str = ""  # with activations="auto" and no budget yet: why (a name in Waits)
     numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
@@ -52,5 +50,5 @@ ACTIVATIONS = Option(
     "NF4_PATCH_ACTIVATIONS", ("off", "auto"), "off",
     "Decoder layers under gradient checkpointing keep their activations instead of computing them twice, while memory is spare. "
     "Results are bit-identical. A size limits the memory on every GPU; auto uses the memory that the training leaves free.",
-    size=True, on="auto", report=report, lines=lines, used=lambda status: status.kept_calls, calls="layer calls",
+    size=True, on="auto", report=report, lines=lines, calls="layer calls",
 )  # fmt: skip
