@@ -112,7 +112,8 @@ class Status:
             if effect.lacks or (option.calls and (effect.value != "off" or effect.calls)):
                 lines.append(f"  {line(name, effect)}")
             lines += [f"  {each}" for each in option.lines(getattr(self, name))] if option.lines else []
-        if self.enabled and not any(target.calls for target in self.targets):
+        called = any(target.calls for target in self.targets) or any(each.calls for each in self.options.values())
+        if self.enabled and not called:
             patched = sum(target.state.was_patched for target in self.targets)
             lines.append(f"  nothing was called yet; {patched} functions are replaced{waiting(self.targets)}")
         lines += [f"  error: {error}" for error in self.errors]
@@ -163,7 +164,11 @@ def status() -> Status:
     """Return a snapshot of patched targets, hits, fallbacks and the effects of options in this process."""
     targets = {target.name: status_of(target) for target in TARGETS}
     for name in [key[0] for key in list(counters.hit_counters)] + [key[0] for key in list(counters.fallbacks)]:
-        if name not in targets and (own := TargetStatus(name, State.OWN, *calls_of(name))).calls:
+        if (
+            name not in targets
+            and name not in OPTIONS
+            and (own := TargetStatus(name, State.OWN, *calls_of(name))).calls
+        ):
             targets[name] = own
     hits: Counter[tuple[tuple[int, ...], str, str]] = Counter()
     addresses: dict[tuple[tuple[int, ...], str, str], set[int]] = {}

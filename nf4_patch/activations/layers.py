@@ -24,6 +24,7 @@ from ..memory.spare import User, size_of, spare, tensors
 from ..nf4 import runtime
 from ..patching import context
 from ..patching.checkpoint import Checkpoint, checkpoint_of
+from ..patching.counters import counters
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
@@ -148,7 +149,6 @@ class Activations:
         self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
         self.budget = 0  # bytes per device
-        self.calls = self.kept_calls = 0
         self.mode: str | int = "off"
         self.user = User(0, self.allow, self.taken, self.most, self.wants)
 
@@ -156,7 +156,6 @@ class Activations:
         if mode != self.mode:
             spare.leave(self.user)
             self.forget()
-            self.calls = self.kept_calls = 0
             self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)
@@ -193,8 +192,6 @@ class Activations:
             layers=len(records),
             size=sum(record.kept for record in records),
             why=dict(why.most_common()),
-            kept_calls=self.kept_calls,
-            calls=self.calls,
             budget=self.budget if mode == "auto" else None,
             waits=spare.why.name if mode == "auto" and spare.waits else "",
             numbers=spare.numbers if mode == "auto" else (),
@@ -328,9 +325,7 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
     if (
         context.saved_tensors_hooks(False) is not None
         or context.backward_in_progress() != -1
-        or context.modes_active()
-        or context.function_mode_active()
-        or context.transforms_active() is not None
+        or context.watched() is not None
         or runtime.is_capturing()
     ):
         return Reason.ACTIVATIONS_HOOKED
@@ -345,7 +340,8 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
 
 def kept(target: Target, original: Function) -> Function:
     """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
-    fallbacks = Fallbacks(target.name)
+    uses = counters.uses_of("activations")
+    fallbacks = Fallbacks("activations")  # not under the target's name, which counts for graphs
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = (partial(original, self, *args, **kwargs),)
@@ -361,7 +357,6 @@ def kept(target: Target, original: Function) -> Function:
         record, size, device = activations.record_of(self), InputSize.of(x), x.get_device()
         record.device = device
         record.calls += 1
-        activations.calls += 1
         if record.calls % AGAIN == 1 or record.kind is not type(self):
             record.examine(self)
         checkpoint = checkpoint_of(vars(self).get(FUNCTION))
@@ -373,7 +368,7 @@ def kept(target: Target, original: Function) -> Function:
             why = Reason.ACTIVATIONS_BUDGET
         record.why, record.kept = why, 0
         if why is None:
-            activations.kept_calls += 1
+            uses.hits += 1
             record.kept = held + waits  # type: ignore[operator]
             return keep, original, self, record, size, held, waits, device, args, kwargs
         fallbacks.count(why)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
-from ..patching.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -19,15 +18,12 @@ class ActivationsStatus:
     layers: int = 0  # layers that are checkpointed
     size: int = 0  # bytes that the kept layers hold until their backward
     why: dict[str, int] = field(default_factory=dict)  # number of other layers, by the name of the Reason
-    kept_calls: int = 0  # layer calls that kept their activations, so far
-    calls: int = 0  # layer calls under gradient checkpointing, so far
     budget: int | None = None  # with activations="auto": the bytes per GPU that may be kept
     waits: str = ""  # with activations="auto" and no budget yet: why (a name in Waits)
     numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:
-        mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
-        line = f"activations {mode}: {self.kept} of {self.layers} layers kept at the last batch, {size_in_words(self.size)}"
+        line = f"{self.kept} of {self.layers} layers kept {self.size / 2**30:.2f} GiB of activations at the last batch"
         return "; ".join([line, *(f"{count} recompute ({name})" for name, count in self.why.items())])
 
 
@@ -40,15 +36,12 @@ def report(mode: str | int) -> ActivationsStatus:
 def lines(status: ActivationsStatus) -> list[str]:
     if status.mode == "off":
         return []
-    found = [str(status)]
+    found = [f"  {status}"] if status.layers else []
     if status.waits:
-        found.append(
-            f"  takes no memory until two more training steps: {Waits[status.waits].value.format(*status.numbers)}"
-        )
+        why = Waits[status.waits].value.format(*status.numbers)
+        found.append(f"  takes no memory until two more training steps: {why}")
     elif status.budget:
         found.append(f"  takes up to {size_in_words(status.budget)}, which was free at the largest batch so far")
-    for reason in (Reason[name] for name in status.why):
-        found.append(f"  {reason.name}: {reason.sentence}" + f" -> {reason.advice}" * bool(reason.advice))
     return found
 
 
@@ -57,5 +50,5 @@ ACTIVATIONS = Option(
     "NF4_PATCH_ACTIVATIONS", ("off", "auto"), "off",
     "Decoder layers under gradient checkpointing keep their activations instead of computing them twice, while memory is spare. "
     "Results are bit-identical. A size limits the memory on every GPU; auto uses the memory that the training leaves free.",
-    size=True, on="auto", report=report, lines=lines,
+    size=True, on="auto", report=report, lines=lines, calls="layer calls",
 )  # fmt: skip

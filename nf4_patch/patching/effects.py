@@ -57,7 +57,7 @@ def effects() -> dict[str, Effect]:
 
 def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
     """Return how many calls an option handled, and how many it refused by the Reason's name."""
-    targets = {target.name for each in OPTIONS.values() for target in each.targets if owner(target) == name}
+    targets = {target.name for each in OPTIONS.values() for target in each.targets if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):
         if target in targets:

@@ -198,7 +198,13 @@ EXPECTED = {
 NOT_MEANT = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.LORA_INACTIVE, Reason.LORA_OPERANDS, Reason.GRAPH_NOT_TRAINING, Reason.HOOKED, Reason.EXPERT_BLOCKS,
-    Reason.SECOND_PARAMETRIZATION,
+    Reason.SECOND_PARAMETRIZATION, Reason.ACTIVATIONS_BUDGET,
 }  # fmt: skip
 # TEMPORARY: Reasons for which a later call of the same layer can be handled. If they are many, the option helps little.
-TEMPORARY = {Reason.GRAPH_NEW_SHAPE, Reason.GRAPH_CHANGED, Reason.GRAPH_STREAM, Reason.GRAPH_BACKWARD}
+TEMPORARY = {
+    Reason.ACTIVATIONS_WAITING,
+    Reason.GRAPH_NEW_SHAPE,
+    Reason.GRAPH_CHANGED,
+    Reason.GRAPH_STREAM,
+    Reason.GRAPH_BACKWARD,
+}
