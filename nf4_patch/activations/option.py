@@ -50,5 +50,5 @@ ACTIVATIONS = Option(
     "NF4_PATCH_ACTIVATIONS", ("off", "auto"), "off",
     "Decoder layers under gradient checkpointing keep their activations instead of computing them twice, while memory is spare. "
     "Results are bit-identical. A size limits the memory on every GPU; auto uses the memory that the training leaves free.",
-    size=True, on="auto", report=report, lines=lines, calls="layer calls",
+    size=True, on="auto", fast="auto", calls="layer calls", report=report, lines=lines,
 )  # fmt: skip

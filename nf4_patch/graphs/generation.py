@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -34,10 +36,17 @@ class DecodeStep(Work):
             return self.first_of(task.function(task.static_cache, self.x, self.buffers))
 
     def run(self) -> list[Tensor]:
-        """Run the forward once for the warm-up, and fill ``written``.
+        """Run the forward once for the warm-up, and fill ``written``."""
+        with self.undone():
+            self.forward()
+        return []
 
-        Afterwards the static cache gets its old number of tokens back. The new keys and values stay in the static
-        cache, because the first replay writes the same keys and values to the same place.
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Give the static cache its old number of tokens back after the ``with`` block.
+
+        The new keys and values stay in the static cache, because the first replay writes the same keys and values to
+        the same place.
         """
         static_layers = self.task.static_cache.layers
         attributes = [{**vars(layer)} for layer in static_layers]
@@ -45,7 +54,7 @@ class DecodeStep(Work):
         before = [[tensor._version for tensor in tensors] for tensors in layers]
         counts = [(tensor, tensor.clone()) for tensors in layers for tensor in tensors if tensor.dim() == 0]
         try:
-            self.forward()
+            yield
         finally:
             after = [[tensor._version for tensor in tensors] for tensors in layers]
             self.written |= {index for index, versions in enumerate(after) if versions != before[index]}
@@ -57,7 +66,6 @@ class DecodeStep(Work):
                 vars(layer).update(found)
         if changed:
             raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
-        return []
 
 
 class GraphedForward(GraphedLayer):

@@ -26,6 +26,7 @@ PLAIN = (bool, int, float, str, type(None))
 FOLDERS = {"site-packages", "dist-packages", "transformers_modules", "unsloth_compiled_cache"}
 STANDARD_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
 COUNTING = {"torch.nn.utils.parametrize"}
+CHECKPOINT = "_gradient_checkpointing_func"  # an attribute with a function that a replay replaces
 OURS = __package__.partition(".")[0]
 
 
@@ -125,8 +126,10 @@ class Code:
             copyreg._slotnames(kind)  # type: ignore[attr-defined]  # deepcopy and pickle would add this to a class later
         named = [vars(sys.modules[k.__module__]) for k in classes if k.__module__ in sys.modules and k is not nn.Module]
         forwards = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind) and kind is not nn.Module]
-        own = [[v for v in vars(m).values() if callable(v) and not isinstance(v, nn.Module)] for m in modules]
-        self.attributes = [value for values in own for value in values if not isinstance(value, type)]
+        attributes = [
+            value for m in modules for name, value in vars(m).items() if name != CHECKPOINT and callable(value)
+        ]
+        self.attributes = [value for value in attributes if not isinstance(value, (type, nn.Module))]
         called = [f for value in (*forwards, *self.attributes) for f in functions_in(value)]
         spaces = [*named, *[f.__globals__ for f in called if is_library(f)], vars(nn.functional)]
         generic: Any = sys.modules.get("transformers.utils.generic")

@@ -1,6 +1,7 @@
 """What each option did in this process: how many calls it handled, and why not the others.
 
-A target that belongs to two options counts for its first option while that is on or was used, otherwise for the second.
+A call of a target that belongs to two options counts for the option that a Reason names, such as ``ACTIVATIONS_BUDGET``.
+Otherwise it counts for the target's first option, or for the second if only that one is on or was used.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
     targets = {target.name for each in OPTIONS.values() for target in each.targets if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):
-        if target in targets:
+        row = targets_by_name().get(target)
+        if target == name or (row is not None and owner(row, reason) == name):
             refused[reason.name] += count
     if option.used is not None and option.report is not None:
         used = option.used(option.report(switch.value(name)))
@@ -72,10 +74,17 @@ def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
     return max(used - refused[Reason.GRAPH_BACKWARD.name], 0), {k: n for k, n in refused.most_common() if n}
 
 
-def owner(target: Target) -> str:
+def in_use(name: str) -> bool:
+    return name in switch.gates and (switch.gates[name].on or (name in counters.uses and counters.uses[name].hits > 0))
+
+
+def owner(target: Target, reason: Reason | None = None) -> str:
     """Return the option for which the target's calls count, or "" for a target that is replaced without any option."""
     first, second = target.option, target.or_option
-    if second and not switch.gates[first].on and not (first in counters.uses and counters.uses[first].hits):
+    for name in (first, second) if second and reason is not None else ():
+        if reason.name.startswith(f"{name.upper()}_") and in_use(name):
+            return name
+    if second and not in_use(first) and in_use(second):
         return second
     return first if first in OPTIONS else ""
 
@@ -118,15 +127,16 @@ def refused(target: str, reason: Reason) -> None:
         FallbackError: with NF4_PATCH_STRICT=1, if the user named the option, and it has not handled any call.
     """
     row = targets_by_name().get(target)
-    if row is None or row.option not in OPTIONS or not switch.gates[row.option].on:
+    name = "" if row is None else owner(row, reason)
+    if not name or not switch.gates[name].on:
         return
     lasting = reason not in TEMPORARY and reason not in NOT_MEANT
     if counters.fallbacks[target, reason] == (SOON if lasting else LATE):
-        say(row.option)
-    elif lasting and switch.strict and switch.config is not None and row.option in switch.config.typed:
-        effect = effects()[row.option]
+        say(name)
+    elif lasting and switch.strict and switch.config is not None and name in switch.config.typed:
+        effect = effects()[name]
         if not effect.used:
-            raise FallbackError(f"{line(row.option, effect)} (NF4_PATCH_STRICT=1)")
+            raise FallbackError(f"{line(name, effect)} (NF4_PATCH_STRICT=1)")
 
 
 def say(name: str) -> None:

@@ -38,6 +38,7 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
+from nf4_patch.graphs import shapes as shapes_module
 from nf4_patch.graphs import warmup
 from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
@@ -241,7 +242,8 @@ def test_two_forwards_inside_one_autocast_block(reentrant):
         return step_of
 
     graphed = run(make(), steps_of(True), graphs="auto")
-    assert graphed["replays"] == 2 * 3 * (STEPS - 1)
+    # With a reentrant checkpoint, the second forward before a backward runs eagerly.
+    assert graphed["replays"] == (1 if reentrant else 2) * 3 * (STEPS - 1)
     for caches in (False, True) if reentrant else (False,):
         assert_same(run(make(), steps_of(caches)), graphed)
 
@@ -1242,35 +1244,20 @@ def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     assert len(alive) == 2 and found["replays"] == 3 * (3 + 3)
 
 
-class Router(torch.nn.Module):
-    """An MLP that appends an auxiliary loss to a list outside of the layer."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        ROUTED.append(x.float().square().mean())
-        return self.inner(x)
-
-
-ROUTED: list[Tensor] = []
-
-
 def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
     # a list of its own, because ``gc.freeze`` hides older ones
-    monkeypatch.setitem(globals(), "ROUTED", [])
+    monkeypatch.setattr(REMOTE, "ROUTED", [])
 
     def make():
         model = model_of()
-        layers_of(model)[1].mlp = Router(layers_of(model)[1].mlp)
+        layers_of(model)[1].mlp = REMOTE.Router(layers_of(model)[1].mlp)
         return model
 
     def step_of(model, optimizer, step):
-        ROUTED.clear()
+        REMOTE.ROUTED.clear()
         loss = loss_of(model, step)
-        assert len(ROUTED) == 1
-        return backward(loss + 0.1 * sum(ROUTED))
+        assert len(REMOTE.ROUTED) == 1
+        return backward(loss + 0.1 * sum(REMOTE.ROUTED))
 
     found = compared(make, step_of)
     assert found["replays"] == 2 * (STEPS - 2) and "GRAPH_STATE" in found["reasons"]
@@ -1737,8 +1724,8 @@ def test_generation_with_a_static_cache(sample, dropout):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     reasons = {reason for (target, reason) in counters.fallbacks if target == TARGET}
     assert reasons == {Reason.GRAPH_NEW_SHAPE}
-    # of eleven decode steps, two run eagerly, or three once the training has graphs too; of four training steps, two
-    assert graphs.replays - before == 3 * (9 + 9 + 9 + 8 + 2)
+    # of eleven decode steps, two run eagerly; of four training steps, two
+    assert graphs.replays - before == 3 * (4 * 9 + 2)
 
 
 def test_generation_without_a_static_cache():

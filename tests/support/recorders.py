@@ -66,7 +66,8 @@ class Rerun(Recorder):
         """Nothing is held."""
 
     def record(self, work: Any, before: Any = None, *given: Any) -> tuple[Any, Any]:
-        recording = Repetition(work, self.generator, before, given)
+        with getattr(getattr(work, "__self__", None), "undone", contextlib.nullcontext)():  # a capture runs nothing
+            recording = Repetition(work, self.generator, before, given)
         return recording, recording.result
 
     @contextlib.contextmanager

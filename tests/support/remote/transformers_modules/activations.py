@@ -78,3 +78,18 @@ class Writing(torch.nn.Module):
 
 def never(tensor):
     return False
+
+
+ROUTED: list[torch.Tensor] = []
+
+
+class Router(torch.nn.Module):
+    """An MLP that appends an auxiliary loss to a list outside of the layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        ROUTED.append(x.float().square().mean())
+        return self.inner(x)
