@@ -276,7 +276,11 @@ def by_kernels(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts)
-    gate = (lambda *both: Gated.apply(*both)[0]) if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
+    gate = (
+        (lambda *both: Gated.apply(*both)[0])
+        if is_silu_and_mul(module)
+        else lambda y, addend: gated(module, summed(y, addend))
+    )
     # No variable holds the two products, so their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
@@ -337,8 +341,10 @@ def is_silu_and_mul(module: Any) -> bool:
 
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
-    gate, act = getattr(module._apply_gate, "__func__", None), module.act_fn
+    gate = getattr(module._apply_gate, "__func__", None)
     own = gate is moe._default_apply_gate and is_written_in(moe, gate)
-    own = own and trait(module, "has_gate") and trait(module, "is_concatenated")
-    own = own and type(act).__name__ in GATES and not is_called_otherwise(act)
+    if not (own and trait(module, "has_gate") and trait(module, "is_concatenated")):
+        return False
+    act = module.act_fn
+    own = type(act).__name__ in GATES and not is_called_otherwise(act)
     return own and any(is_written_in(each, type(act).forward) for each in (activations, torch.nn.modules.activation))
