@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..patching.context import is_compiling, saved_tensors_hooks, transforms_active
-from ..patching.module_hooks import is_called_otherwise
+from ..patching.context import is_batched, is_compiling, saved_tensors_hooks, transforms_active
+from ..patching.module_hooks import is_called_otherwise, is_written_in
 from . import launch, reference
 from .product import ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
@@ -41,12 +40,15 @@ def trait(module: Any, name: str) -> bool:
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
-def kernels_or_reference() -> Any:
-    """Return the module that computes a backward: launch.py, or under compiled autograd reference.py, without kernels.
+def kernels_or_reference(gradient: Tensor) -> Any:
+    """Return the module that computes a backward: launch.py, or reference.py with PyTorch operators.
 
-    Under compiled autograd Dynamo traces the backward, and Dynamo cannot trace the launch of a kernel.
+    PyTorch operators are needed where Dynamo traces the backward (compiled autograd), where autograd records it
+    (``create_graph=True``), and where ``gradient`` is a batch of gradients (``is_grads_batched=True``).
     """
-    return reference if is_compiling() else launch
+    if is_compiling() or torch.is_grad_enabled() or is_batched(gradient) or transforms_active() is not None:
+        return reference
+    return launch
 
 
 class Saved(torch.autograd.Function):
@@ -95,9 +97,9 @@ class Order(NamedTuple):
         ends = torch.searchsorted(expert_of, every, right=True).int()
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
-    def for_kernels(self) -> Order:
-        """Return a copy of this Order whose field ``saved`` saves slot_of for the backward of ``Combined``."""
-        return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=True), self.slot_of))
+    def for_backward(self, needed: bool) -> Order:
+        """Return a copy whose field ``saved`` saves slot_of for the backward of ``Combined``, if one is ``needed``."""
+        return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
         """Return the token of each row, int64 [rows]."""
@@ -119,31 +121,33 @@ class Gathered(torch.autograd.Function):
         return hidden.to(dtype).index_select(0, order.tokens())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (row_of,) = ctx.saved_tensors
-        return kernels_or_reference().combine(gradient.contiguous(), row_of, ctx.dtype), None, None
+        return kernels_or_reference(gradient).combine(gradient.contiguous(), row_of, ctx.dtype), None, None
 
 
 class Gated(torch.autograd.Function):
     """Add LoRA's product (``addend``) to the first product (``rows``), and compute silu(gate) * up, [rows, inner].
 
     The sum has the shape [rows, 2 * inner]. The first half of its columns is gate, and the second half is up. Only the
-    sum is saved for the backward.
+    sum is saved for the backward. It is also a second result, so that autograd can differentiate the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, total = launch.silu_and_mul(rows, addend)
         ctx.save_for_backward(total)
+        ctx.set_materialize_grads(False)
         ctx.adds = addend is not None
-        return out
+        return out, total if ctx.adds else None
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor | None, of_total: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         (rows,) = ctx.saved_tensors
-        found = kernels_or_reference().silu_and_mul_backward(rows, gradient.contiguous())
+        found = of_total
+        if gradient is not None:
+            found = kernels_or_reference(gradient).silu_and_mul_backward(rows, gradient.contiguous())
+            found = found if of_total is None else found + of_total
         return found, found if ctx.adds else None
 
 
@@ -167,11 +171,10 @@ class Weighted(torch.autograd.Function):
         return rows.view_as(rows), rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         rows, weights, slot_of = ctx.saved_tensors
         addend = None if addend is None else addend.contiguous()
-        weigh = kernels_or_reference().weigh
+        weigh = kernels_or_reference(gradient).weigh
         return *weigh(gradient.contiguous(), addend, rows, slot_of, weights, ctx.needs_input_grad[1]), None
 
 
@@ -193,12 +196,11 @@ class Combined(torch.autograd.Function):
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
         # A checkpoint sets hooks on saved tensors. If no hooks are set, this node saves slot_of itself.
         # Compiled autograd needs this, because it can read only the tensors that this node saved.
-        if saved_tensors_hooks(True) is None:
+        if saved_tensors_hooks(True) is None or saved.grad_fn is None:
             ctx.save_for_backward(order.slot_of)
         return launch.combine(rows, order.row_of, dtype, weights, addend)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (slot_of,) = ctx.saved_tensors or ctx.saved.grad_fn.saved_tensors
         found = gradient.to(ctx.dtype).index_select(0, slot_of // ctx.top_k)
@@ -273,14 +275,22 @@ def by_kernels(
     module: Any, up: ExpertWeight, read_down: Callable[[], ExpertWeight],
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    order = Order.of(top_k_index, module.num_experts).for_kernels()
-    gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
+    order = Order.of(top_k_index, module.num_experts)
+    gate = (
+        (lambda *both: Gated.apply(*both)[0])
+        if is_silu_and_mul(module)
+        else lambda y, addend: gated(module, summed(y, addend))
+    )
     # No variable holds the two products, so their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    # With a bias or a norm, the down projection is not linear. Then ``Weighted`` is applied to the projection's output,
-    # so that the gradient of the output, not of the input, is multiplied by the router's weights.
-    if down.bias is not None or trait(module, "has_post_expert_norm"):
+    has_norm = trait(module, "has_post_expert_norm")
+    trained = y, weights, *down.trained(), *(module.post_expert_norm.parameters() if has_norm else ())
+    order = order.for_backward(torch.is_grad_enabled() and any(each.requires_grad for each in trained))
+    # With a bias or a norm, the down projection is not linear. If its weight is trained, the gradient of the weight
+    # needs the router's weights too. In both cases ``Weighted`` is applied to the projection's output, so that the
+    # gradient of the output, not of the input, is multiplied by the router's weights.
+    if down.bias is not None or has_norm or down.is_trained():
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
     else:
@@ -326,10 +336,15 @@ def is_silu_and_mul(module: Any) -> bool:
 
     The first half of the columns has to be gate, and the second half has to be up.
     """
-    from transformers.integrations.moe import _default_apply_gate
+    from transformers import activations
+    from transformers.integrations import moe
 
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
-    own = getattr(module._apply_gate, "__func__", None) is _default_apply_gate
-    own = own and trait(module, "has_gate") and trait(module, "is_concatenated")
-    return own and type(module.act_fn).__name__ in GATES and not is_called_otherwise(module.act_fn)
+    gate = getattr(module._apply_gate, "__func__", None)
+    own = gate is moe._default_apply_gate and is_written_in(moe, gate)
+    if not (own and trait(module, "has_gate") and trait(module, "is_concatenated")):
+        return False
+    act = module.act_fn
+    own = type(act).__name__ in GATES and not is_called_otherwise(act)
+    return own and any(is_written_in(each, type(act).forward) for each in (activations, torch.nn.modules.activation))

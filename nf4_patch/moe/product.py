@@ -154,6 +154,15 @@ class ExpertWeight(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
+    def is_trained(self) -> bool:
+        """Return whether the weight itself gets a gradient. A packed weight never does."""
+        return isinstance(self.stack, Tensor) and self.stack.requires_grad
+
+    def trained(self) -> list[Tensor]:
+        """Return the tensors that may need a gradient: the dense weight, the LoRA factors and the bias."""
+        tensors = (self.stack, *(self.lora or ()), self.bias)
+        return [each for each in tensors if isinstance(each, Tensor)]
+
     def frozen(self) -> Tensor:
         """Return the dense weight without LoRA, [experts, in, out]. It may be a cached tensor, so never write to it."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack

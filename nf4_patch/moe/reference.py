@@ -25,8 +25,8 @@ def weigh(
 ) -> tuple[Tensor, Tensor | None]:
     found = gradient.float() * weights.flatten()[slot_of].float()[:, None]
     found = found if addend is None else found + addend.float()
-    products = torch.zeros(weights.numel(), device=rows.device)
-    products[slot_of] = (gradient.float() * rows.float()).sum(dim=1)
+    # No write into a tensor, because a gradient may be a batch of gradients.
+    products = (gradient.float() * rows.float()).sum(dim=1).index_select(0, slot_of.argsort())
     return found.to(gradient.dtype), products.view(weights.shape).to(weights.dtype) if of_weights else None
 
 

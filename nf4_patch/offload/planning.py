@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from . import host_memory
 from .host_memory import ADVICE, HostBlock
 
 gate = switch.gates["offload"]
+# The folder and the files of a memory cgroup of version 2 and of version 1
+CGROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 # For each model that is being loaded, ``plans`` has its host blocks by module path. If the memory of a block could not
 # be pinned, ``plans`` has an error message instead: transformers only logs an exception while it loads a model, so
 # ``blocks_of`` raises an error with this message when loading ends.
@@ -31,11 +37,35 @@ def packed_size(elements: int, nested: bool) -> int:
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
-def free_memory() -> float:
-    """Return the available host memory in bytes, or infinity if /proc/meminfo does not have the number."""
-    with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
-        return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
-    return float("inf")
+def free_memory(root: Path = Path("/")) -> float:
+    """Return the host memory in bytes that this process may still use, or infinity if Linux does not tell.
+
+    It is the smallest of MemAvailable and, for each cgroup of the process, the limit minus the memory in use. Inactive
+    page cache does not count as used, because Linux frees it under pressure.
+    """
+    found = float("inf")
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found = 1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0])
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version, limit, usage, inactive = CGROUPS[bool(controllers)]
+        mount = root / "sys/fs/cgroup" / version
+        own = mount / path.strip("/")
+        # Inside a container, ``path`` may be the host's. The mount then is the container's own cgroup.
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                stat = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / usage).read_text()) - int(stat[inactive])
+                found = min(found, int((folder / limit).read_text()) - used)  # "max" raises: there is no limit
+            if folder == mount:
+                break
+    return max(found, 0)
 
 
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
@@ -82,7 +112,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         block.resident, wanted = resident, wanted + total - resident
     if wanted > (free := free_memory()):  # Without this error, Linux might kill the process silently.
         raise MemoryError(
-            f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free. "
+            f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free (also counting the container's limit). "
             f"To go on, {ADVICE}"
         )
 

@@ -34,6 +34,8 @@ class Target:
         after: a module. The row is installed when this module is imported, instead of the function's own module.
         uncounted: for a function whose calls are not counted as hits, the note that ``status()`` shows.
         patch_copies: also replace the function in modules that imported it by name.
+        only_own: replace only the library's own function, because the replacement computes its result in another way. A
+            function that someone put in its place, such as a wrapper, is not replaced.
     """
 
     function: str
@@ -48,6 +50,7 @@ class Target:
     after: str = ""
     uncounted: str = ""
     patch_copies: bool = False
+    only_own: bool = False
 
     @functools.cached_property
     def name(self) -> str:

@@ -31,14 +31,17 @@ from tiny_experts import (
 
 import nf4_patch
 from nf4_patch.moe import forward, launch
+from nf4_patch.moe.option import EXPERTS_INTERFACE
 from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.placement import installed
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
+GROUPED = f"{EXPERTS_INTERFACE}.grouped_mm".replace(":", ".")
 
 
 class Own:
@@ -272,3 +275,120 @@ def test_experts_spread_over_processes_are_transformers(patched):
 
 
 TARGET = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
+
+
+def exact_layer(trains: tuple[str, ...] = (), frozen: bool = False):
+    """Return the experts of a layer in fp32, in which the stacks in ``trains`` are dense and trained."""
+    packed = tuple(stack for stack in tiny_experts.STACKS if stack not in trains)
+    experts = experts_of(model_of("qwen3", torch.float32, lora=False, stacks=packed))[0]
+    hidden = torch.linspace(-1, 1, 4 * 64, device=DEVICE).view(4, 64).requires_grad_(not frozen)
+    weights = torch.linspace(0.1, 0.9, 8, device=DEVICE).view(4, 2).requires_grad_(not frozen)
+    ids = torch.arange(8, device=DEVICE).view(4, 2) % 6
+    dense = [getattr(experts, name) for name in trains]
+    for parameter in experts.parameters():
+        parameter.requires_grad_(any(parameter is each for each in dense))
+    return experts, (hidden, ids, weights), [*dense, *(() if frozen else (hidden, weights))]
+
+
+@pytest.mark.parametrize("trains", [("down_proj",), ("gate_up_proj",)])
+def test_trained_dense_stacks_get_the_gradients_of_transformers(trains, own):
+    experts, arguments, leaves = exact_layer(trains)
+
+    def gradients():
+        return torch.autograd.grad(experts(*arguments).square().sum(), leaves)
+
+    found, want = gradients(), theirs(own, gradients)
+    assert own.calls and max(map(error, found, want)) < 1e-5
+    nf4_patch.disable()
+    stock = gradients()
+    nf4_patch.enable(**ON)
+    assert max(map(error, found, stock)) < 1e-5
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.tensor(1.5, device=DEVICE))
+
+    def forward(self, weight):
+        return weight * self.by
+
+
+@pytest.mark.parametrize(("name", "how"), [("qwen3", "base"), ("gpt-oss", "base"), ("qwen3", "parametrization")])
+def test_a_trained_down_proj_under_lora_and_a_users_parametrization(name, how, own):
+    model = model_of(name, torch.float32, lora=False, stacks=() if how == "base" else tiny_experts.STACKS)
+    if how == "parametrization":
+        for experts in experts_of(model):
+            torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", Scale(), unsafe=True)
+    else:
+        model = with_lora(model, target_parameters=["experts.gate_up_proj"])
+        for parameter in [each for name, each in model.named_parameters() if "down_proj" in name]:
+            parameter.requires_grad_()
+    found = step(model)
+    assert own.calls == LAYERS
+    nf4_patch.disable()
+    want = step(model)
+    nf4_patch.enable(**ON)
+    named = [key for key in want if "down_proj" in key]
+    assert found.keys() == want.keys() and len(named) >= LAYERS
+    assert max(error(found[key], want[key]) for key in want) < 1e-5
+
+
+def test_a_registered_function_runs_unchanged(patched):
+    """Somebody's function under the name "grouped_mm" stays in place, and LoRA is added by peft's own code."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    patched.disable()
+    library = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def mine(self, hidden_states, top_k_index, top_k_weights):
+        return 2 * library(self, hidden_states, top_k_index, top_k_weights)
+
+    try:
+        type(ALL_EXPERTS_FUNCTIONS).register("grouped_mm", mine)
+        model = with_lora(model_of("qwen3", torch.float32, lora=False, stacks=()))
+        want = step(model)
+        patched.enable(**ON)
+        assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is mine and same(step(model), want)
+        assert "not transformers's own" in str(installed[GROUPED].refusal)
+    finally:
+        patched.disable()
+        type(ALL_EXPERTS_FUNCTIONS).register("grouped_mm", library)
+    patched.enable(**ON)
+    assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is not library and not installed[GROUPED].refusal
+
+
+@pytest.mark.parametrize("trains", [(), ("down_proj",)])
+def test_batched_gradients_and_second_derivatives(trains, own):
+    experts, arguments, leaves = exact_layer(trains)
+
+    def results():
+        y = experts(*arguments)
+        vectors = torch.linspace(-1, 1, 2 * y.numel(), device=DEVICE).view(2, *y.shape)
+        batched = torch.autograd.grad(y, leaves, vectors, is_grads_batched=True, retain_graph=True)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return *batched, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+
+    found, want = results(), theirs(own, results)
+    assert own.calls and max(map(error, found, want)) < 1e-5
+
+
+def test_second_derivatives_with_lora(own):
+    model = adapted("qwen3")
+
+    def results():
+        loss = model(input_ids=ids_of(4), labels=ids_of(4)).loss
+        leaves = [parameter for name, parameter in model.named_parameters() if "experts" in name and "lora_" in name]
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+
+    found, want = results(), theirs(own, results)
+    assert own.calls and max(map(error, found, want)) < 1e-4
+
+
+def test_a_frozen_layer_keeps_nothing(own):
+    experts, arguments, _ = exact_layer(frozen=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: pytest.fail("a tensor was saved"), lambda each: each):
+        output = experts(*arguments)
+    assert own.calls and not output.requires_grad
+    output.cpu().numpy()

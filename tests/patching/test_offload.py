@@ -427,3 +427,29 @@ def test_what_the_report_says(folder, gpu, patched):
     logits(model)
     assert "of packed experts in host memory" in str(nf4_patch.status()) and "fetches" in str(nf4_patch.status())
     assert nf4_patch.status().as_dict()["offload"]["cpu"]["fetches"] == 2 * LAYERS  # each of its stacks is new
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_knows_the_limit_of_the_container(version, tmp_path):
+    def put(name: str, text: object) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+
+    put("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB")
+    assert planning.free_memory(tmp_path) == 8000 * 1024
+    if version == 2:
+        put("proc/self/cgroup", "0::/outer/inner")
+        folder, limit, used, stat = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        put(f"{folder}/outer/inner/{limit}", "max")
+        put(f"{folder}/outer/inner/{used}", 1000)
+        put(f"{folder}/outer/inner/memory.stat", f"{stat} 0")
+    else:
+        put("proc/self/cgroup", "5:cpu,cpuacct:/outer/inner\n4:memory:/outer/inner")
+        folder, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        stat = "total_inactive_file"
+    put(f"{folder}/outer/{limit}", 2**20)
+    put(f"{folder}/outer/{used}", 2**18)
+    put(f"{folder}/outer/memory.stat", f"{stat} 4096")
+    assert planning.free_memory(tmp_path) == 2**20 - 2**18 + 4096
+    put(f"{folder}/outer/{used}", 2**21)
+    assert planning.free_memory(tmp_path) == 0
