@@ -34,6 +34,10 @@ class Target:
         after: a module. The row is installed when this module is imported, instead of the function's own module.
         uncounted: for a function whose calls are not counted as hits, the note that ``status()`` shows.
         patch_copies: also replace the function in modules that imported it by name.
+        own: names in the code of the library's function, if the replacement computes the function's result itself. If
+            somebody else replaced the function, theirs runs (Reason.REPLACED). Empty for a dequantization, which can
+            mean only one thing.
+        computes: further functions that the replacement computes instead of calling them, as "module:attribute".
     """
 
     function: str
@@ -48,6 +52,8 @@ class Target:
     after: str = ""
     uncounted: str = ""
     patch_copies: bool = False
+    own: tuple[str, ...] = ()
+    computes: tuple[str, ...] = ()
 
     @functools.cached_property
     def name(self) -> str:
