@@ -7,56 +7,26 @@ from __future__ import annotations
 
 import operator
 import sys
-from types import BuiltinFunctionType
 from typing import Any
 
 from torch import nn
 
 from ..patching.counters import warn_once
-from ..patching.dequantizer import PASSED_ON
-from ..patching.module_hooks import is_written_in
-from ..patching.placement import is_ours
+from ..patching.originals import is_own
 
 PEFT = "peft.tuners.lora.bnb"
+DECODE, OPS = "bitsandbytes.functional", "bitsandbytes.backends.cuda.ops"
 NN, MATMUL = "bitsandbytes.nn.modules", "bitsandbytes.autograd._functions"
-
-
-def is_own(function: Any, module: str, name: str) -> bool:
-    """Return whether ``function`` is the library's ``name``, defined in ``module``, or nf4_patch's replacement of it.
-
-    functools.wraps copies the name and the module of a function, but neither its globals nor its code.
-    """
-    while is_ours(function) or is_passed_on(function):
-        function = function.__wrapped__
-    if type(function) is BuiltinFunctionType:
-        return function is getattr(sys.modules.get(module), name, None)
-    if not is_written_in(sys.modules.get(module), function):
-        return False
-    while not is_written_here(function, module):
-        function = getattr(function, "__wrapped__", None)
-        if function is None:
-            return False
-    return bool(function.__code__.co_name == name)
-
-
-def is_passed_on(function: Any) -> bool:
-    """Return whether ``function`` is a known wrapper that only passes on the dequantized weight."""
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    name = getattr(getattr(function, "__code__", None), "co_name", "")
-    return PASSED_ON.get(module) == name and hasattr(function, "__wrapped__")
-
-
-def is_written_here(function: Any, module: str) -> bool:
-    """Return whether the function's code was compiled from the file of ``module``."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.replace("\\", "/").endswith(f"{module.replace('.', '/')}.py")
 
 
 # Each function that fused LoRA computes: how users call it, and the module and name under which the library defines it.
 COMPUTED = (
     ("bitsandbytes.nn.Linear4bit.forward", NN, "forward"),
     ("bitsandbytes.matmul_4bit", MATMUL, "matmul_4bit"),
-    ("bitsandbytes.functional.dequantize_4bit", "bitsandbytes.functional", "dequantize_4bit"),
+    ("bitsandbytes.functional.dequantize_4bit", DECODE, "dequantize_4bit"),
+    ("bitsandbytes.functional.gemv_4bit", DECODE, "gemv_4bit"),
+    (f"{OPS}._gemm_4bit_kernel_impl", OPS, "_gemm_4bit_kernel_impl"),
+    (f"{OPS}._dequant_linear_fallback", OPS, "_dequant_linear_fallback"),
     ("bitsandbytes.MatMul4Bit.forward", MATMUL, "forward"),
     ("bitsandbytes.MatMul4Bit.backward", MATMUL, "backward"),
     ("torch.nn.Linear.forward", "torch.nn.modules.linear", "forward"),
@@ -76,13 +46,16 @@ class Computed:
     """
 
     def __init__(self, original: Any):
-        package, functions, decode = (sys.modules[name] for name in ("bitsandbytes", MATMUL, "bitsandbytes.functional"))
+        package, functions, decode = (sys.modules[name] for name in ("bitsandbytes", MATMUL, DECODE))
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
             """Return the functions of COMPUTED that are in place now. Attributes in the code are faster than a loop."""
+            ops = sys.modules.get(OPS)  # bitsandbytes imports it if there is a GPU
             return (
-                base.forward, package.matmul_4bit, decode.dequantize_4bit, product.forward, product.backward,
+                base.forward, package.matmul_4bit, decode.dequantize_4bit, decode.gemv_4bit,
+                getattr(ops, "_gemm_4bit_kernel_impl", None), getattr(ops, "_dequant_linear_fallback", None),
+                product.forward, product.backward,
                 nn.Linear.forward, nn.Identity.forward, nn.Dropout.forward, nn.functional.linear,
                 nn.Module.__call__, nn.Module._call_impl,
             )  # fmt: skip
@@ -97,7 +70,7 @@ class Computed:
         current = self.current()
         if any(map(operator.is_not, current, self.verified)):
             for function, (name, *own) in zip(current, COMPUTED, strict=True):
-                if not is_own(function, *own):
+                if function is not None and not is_own(function, *own):
                     return name
             self.verified = current
         return self.original

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.store import cache
 from ..matmul import lora as few_rows
 from ..matmul.choice import LARGEST_M
-from ..matmul.lora import FusedLora
+from ..matmul.product import FusedMatmul
 from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context
@@ -202,7 +202,7 @@ def linear(target: Target, original: Function) -> Function:
     ``enable(matmul="auto")``, Dynamo traces a call of our custom op instead.
     """
     dequantizer = Dequantizer(target.name)
-    fused = FusedLora(target.name, dequantizer.fallbacks)
+    fused = FusedMatmul(target.name, dequantizer.fallbacks)
     replaced = Computed(original).replaced
     # While Dynamo traces, it calls the function and takes the answer as a constant.
     replaced_in_trace: Any = lambda: replaced() != ""  # noqa: E731
@@ -224,12 +224,13 @@ def linear(target: Target, original: Function) -> Function:
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
         return cast(result, dtype)
 
-    def add(packed: Any, state: Any, x: Tensor, bias: Any, *adapter: Any) -> Tensor | Reason:
+    def add(packed: Any, state: Any, x: Tensor, bias: Any, adapter: Any) -> Tensor | Reason:
         weight = weight_of(packed, state)
         if type(weight) is Reason:
             return weight
         with context.plain_methods():
-            return fused.add(x, weight if weight.dtype is x.dtype else weight._replace(dtype=x.dtype), bias, *adapter)
+            weight = weight if weight.dtype is x.dtype else weight._replace(dtype=x.dtype)
+            return fused.run(x, weight, bias, None, adapter)
 
     def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide how a call runs while Dynamo traces.
@@ -321,7 +322,7 @@ def linear(target: Target, original: Function) -> Function:
                 return reason
         if few:
             only = only_adapter(adapters, base, x, dtypes)
-            result = only if isinstance(only, Reason) else add(packed, state, x, bias, *only)
+            result = only if isinstance(only, Reason) else add(packed, state, x, bias, only)
             if not (isinstance(result, Reason) and lora_gate.on):
                 return result
         if cache.auto is not None:

@@ -14,6 +14,7 @@ import torch
 from ..nf4 import runtime
 from ..nf4.runtime import KernelEntry, triton
 from ..nf4.weight import PackedWeight
+from ..patching.reasons import Reason
 from . import small_m
 from .launch import MatmulLaunch
 from .small_m_ptx import AdapterLayout
@@ -29,6 +30,7 @@ COLUMNS = 128  # the first kernel multiplies this many columns of x and A per st
 MOST_FRAGMENTS = 8
 RANK_STEP = 4  # the rank must be a multiple of this, because a lane loads four columns of B
 BF16, FP32 = torch.bfloat16, torch.float32
+Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A [rank, K], B [N, rank] and the scaling
 
 
 def layout_of(a: torch.Tensor) -> AdapterLayout:
@@ -65,6 +67,27 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
         return False
     n_tiles = next((count for count in small_m.TILE_COUNTS if m <= 8 * count), 0)
     return n_tiles > 0 and layout_of(a).sum_bytes(n_tiles) > 0
+
+
+def why_not(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, adapter: Adapter, m: int
+) -> Reason | None:
+    """Return the first Reason why the kernels cannot add the adapter's product to that of m rows of x, or None.
+
+    The answer depends neither on addresses nor on the contents of tensors.
+    """
+    n, a, b = weight.shape[0], *adapter[:2]
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (n,) or bias.device != x.device):
+        return Reason.MATMUL_OPERANDS
+    if x.dtype is not BF16 or runtime.capability_of(x.device) < (8, 0) or weight.packed.device != x.device:
+        return Reason.MATMUL_OPERANDS
+    return None if supports(x, m, n, a, b) else Reason.LORA_OPERANDS
+
+
+def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
+    """Return what a LoraLaunch depends on besides the operands of a MatmulLaunch."""
+    a, b, _ = adapter
+    return x.dtype, a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
 
 
 def is_readable(factor: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import Tensor
 
 from ..patching.context import casts
@@ -33,7 +35,8 @@ def matmul_4bit(target: Target, original: Function) -> Function:
     Since 0.50 it accepts both layouts.
     """
     fused = FusedMatmul(target.name)
-    transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    transposed = None if code is not None and "gemm_4bit" in code.co_names else True
 
     def multiply(A, B, quant_state, out=None, bias=None) -> Tensor | Reason:
         if casts(A):

@@ -22,8 +22,10 @@ from ..patching.counters import counters
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
+from . import adapter as lora_matmul
 from . import launch as matmul
-from .choice import config_for
+from .adapter import Adapter
+from .choice import LARGEST_M, LAST_ROWS, config_for
 
 
 class FusedMatmul:
@@ -34,32 +36,41 @@ class FusedMatmul:
         self.launches: dict[Any, matmul.MatmulLaunch] = {}
 
     def run(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        adapter: Adapter | None = None,
     ) -> Tensor | Reason:
         """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
         Args:
             weight: in x's dtype.
             out: the tensor for the result. If it is None, a new tensor is returned.
+            adapter: adds scale * (x @ A.T) @ B.T. No kernel writes such a sum to ``out``.
         """
-        launch: matmul.MatmulLaunch | Reason | None
+        if adapter is not None and not (lora_matmul.is_readable(adapter[0]) and lora_matmul.is_readable(adapter[1])):
+            return Reason.LORA_OPERANDS
+        launch: Any
         key: Any
         try:
             bias_key = (
                 None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg())
             )
-            key = (x.shape, x.get_device(), x.is_neg(), bias_key, weight.memo())
+            layout = None if adapter is None else lora_matmul.key_of(x, adapter)
+            key = (x.shape, x.get_device(), x.is_neg(), bias_key, layout, weight.memo())
             launch = self.launches.get(key)
         except (AttributeError, TypeError, RuntimeError):
             # An argument is not a tensor, or a tensor has no memory, or a shape is a list. Such a call has no key.
             key = launch = None
         if launch is None:
-            launch = self.remember(key, self.resolve(x, weight, bias))
+            launch = self.remember(key, self.resolve(x, weight, bias, adapter))
             if type(launch) is Reason:
                 return launch
-        if out is not None and not launch.accepts(x, out):
+        if out is not None and (adapter is not None or not launch.accepts(x, out)):
             return Reason.OUT_MISMATCH
-        result = launch(x, out)
+        result: Tensor = launch(x, out) if adapter is None else launch.add(x, *adapter)
         launch.counter.hits += 1
         return result
 
@@ -74,33 +85,28 @@ class FusedMatmul:
             self.launches[key] = launch
         return launch
 
-    def resolve(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
+    def resolve(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, adapter: Adapter | None
+    ) -> matmul.MatmulLaunch | Reason:
         """Check whether the kernel supports the operands. Return a launch for them, or the Reason for a fallback."""
         if is_jit_tracing():
             return Reason.EXPORTING
-        device = x.get_device()
-        if device < 0:
-            return Reason.NOT_CUDA
-        if len(weight.shape) != 2:
-            return Reason.MATMUL_OPERANDS
-        n, k = weight.shape
-        m = x.numel() // k if k else 0
-        fits = m and x.shape[-1] == k
-        config = config_for(device, m, n, k, may_measure=not x.requires_grad) if fits else None
-        if config is None:
-            return Reason.NOT_FASTER
-        reason = guards.why_not(weight)
-        if reason is not None:
-            return reason
-        if not matmul.supports(x, weight, bias):
+        config = config_or_why_not(x, weight, bias, adapter)
+        if type(config) is Reason:
+            return config
+        if not matmul.supports(x, weight, bias) or (adapter is not None and weight.packed.data_ptr() % 16):
             return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, weight.tensors())):
             return Reason.NO_STORAGE
         try:
-            launch = matmul.resolve(x, weight, bias, config)
+            if adapter is None:
+                launch = matmul.resolve(x, weight, bias, config)
+            else:
+                launch = lora_matmul.resolve(x, weight, bias, config, adapter[0])
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counter = counters.of(self.target, (n, k), str(x.dtype), "fused matmul")
+        kernel = "fused matmul" if adapter is None else "fused matmul with LoRA"
+        launch.counter = counters.of(self.target, tuple(weight.shape), str(x.dtype), kernel)
         return launch
 
     def of_state(
@@ -137,6 +143,39 @@ class FusedMatmul:
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
         """Call ``of_state`` if x has one row."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
+
+
+def config_or_why_not(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, adapter: Adapter | None, ignore: tuple[Reason, ...] = ()
+) -> Any:
+    """Return the config for these operands, or the first Reason why the kernels do not support them.
+
+    The answer depends neither on addresses nor on the contents of tensors, so the function also works on fake tensors.
+
+    Args:
+        ignore: Reasons that ``guards.why_not`` does not check for the weight.
+    """
+    if not runtime.runs_on(x):
+        return Reason.NOT_CUDA
+    if len(weight.shape) != 2:
+        return Reason.MATMUL_OPERANDS
+    n, k = weight.shape
+    if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
+        return Reason.NOT_FASTER
+    m: Any = x.numel() // k
+    # If Dynamo traces the number of rows as a symbol, the compiled graph runs for any number of rows.
+    # Then every range of row counts needs a config. LAST_ROWS holds the largest count of each range.
+    every = (m,) if type(m) is int else LAST_ROWS
+    device, may_measure = x.get_device(), adapter is not None or not x.requires_grad
+    configs = [config_for(device, rows, n, k, may_measure=may_measure) for rows in every]
+    if None in configs:
+        return (
+            Reason.NOT_CUDA if device < 0 else Reason.NOT_FASTER
+        )  # under Triton's interpreter, kernels run on the CPU
+    reason = guards.why_not(weight, ignore=ignore)
+    if reason is None and adapter is not None:
+        reason = lora_matmul.why_not(x, weight, bias, adapter, every[-1])
+    return configs[-1] if reason is None else reason
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:

@@ -17,6 +17,7 @@ from ..nf4.weight import PackedWeight
 from . import guards, op
 from .context import keep_dynamo_out, plain_methods, returns_tensors, watched, watched_trace
 from .counters import HitCounter, counters
+from .originals import PASSED_ON
 from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks, Function, replacement_of
@@ -25,14 +26,6 @@ from .replacement import Fallbacks, Function, replacement_of
 def has_gradient(packed: Tensor) -> bool:
     """Return whether autograd would compute a gradient of the packed weight. For an integer dtype it never does."""
     return packed.requires_grad and torch.is_grad_enabled()
-
-
-# Each function in PASSED_ON only returns the dequantized weight to its own caller. The keys are the functions' modules.
-PASSED_ON = {
-    "unsloth.kernels.utils": "fast_dequantize",
-    "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
-    "torch.utils._contextlib": "decorate_context",
-}
 
 
 def is_called_by(module: str) -> bool:

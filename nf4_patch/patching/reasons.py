@@ -80,6 +80,10 @@ class Reason(enum.Enum):
     )
     EXPERT_PARALLEL = "the experts of a layer are distributed over several processes"
     EXPERT_BLOCKS = "a quantization block spans two experts, so all experts are dequantized"
+    REPLACED = (
+        "another library or the script replaced this function, or one that it calls, before enable(), so that function runs",
+        "call enable() before the function is wrapped, or take the other function out. The log names it",
+    )
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"
     LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...), or has a bias or a tensor as its scaling"
     LORA_HOOKED = (
@@ -189,7 +193,7 @@ class Reason(enum.Enum):
 WRONG_IN_THE_ORIGINAL = {Reason.CPU_PACKING}
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
-    Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
+    Reason.REPLACED, Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     *(reason for reason in Reason if reason.name.startswith(("GRAPH_", "ACTIVATIONS_")) and reason.name != "GRAPH_CAPTURE"),
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_REPLACED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 from ..nf4.runtime import KernelUnavailable, is_out_of_memory
 from . import effects
 from .context import is_compiling, keep_dynamo_out
-from .counters import counters, logger
+from .counters import counters, logger, warn_once
+from .originals import replaced
 from .reasons import WRONG_IN_THE_ORIGINAL, Reason
 from .switch import switch
 
@@ -96,6 +97,8 @@ def replacement_of(
         refuses: if True, raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
     """
     option, other = target.option, target.or_option or target.option
+    if name := replaced(target, original):
+        attempt, traced = leaves(name), None
 
     def refused(why: Exception | Reason) -> None:
         if refuses and isinstance(why, Reason) and why in WRONG_IN_THE_ORIGINAL:
@@ -129,6 +132,19 @@ def replacement_of(
     for each in (attempt, made) if is_body else (attempt,):
         keep_dynamo_out(each)
     return replacement
+
+
+def leaves(name: str) -> Function:
+    """Return an ``attempt`` that leaves each call to the original, because somebody replaced the function ``name``."""
+
+    def attempt(*args: Any, **kwargs: Any) -> Reason:
+        warn_once(
+            f"nf4_patch: {name} was replaced before enable(), and the function in its place runs. To speed it up, call enable() "
+            "first, or take the other function out"
+        )
+        return Reason.REPLACED
+
+    return attempt
 
 
 def instead(function: Function) -> Function:

@@ -20,6 +20,7 @@ TARGETS: list[Target] = [
         "bitsandbytes.backends.cuda.ops:_dequant_linear_fallback", ">= 0.50", TESTED_OP,
         LINEAR_4BIT, ".adapters.bitsandbytes:dequant_linear",
         "forward of Linear4bit in training, and its recompute under gradient checkpointing",
+        own=("_dequant_linear_fallback",),
     ),
     Target(
         "unsloth.kernels.utils:fast_dequantize", "<= 2026.9.12", ("2026.6.9", "2026.9.7"),

@@ -17,8 +17,8 @@ from target import fallbacks, raising
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
-from nf4_patch.matmul import adapter, launch, small_m
-from nf4_patch.matmul import lora as few_rows
+from nf4_patch.matmul import adapter, launch, product, small_m
+from nf4_patch.matmul.product import FusedMatmul
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.patching.counters import counters
@@ -67,10 +67,16 @@ def stand_in_for_the_kernels(monkeypatch):
             self.entry, self.sum = runtime.KernelEntry(call, (), (), "test"), None
 
     config = launch.config_for((9, 0), 64, 4096, 4096)
-    monkeypatch.setattr(few_rows, "config_for", lambda device, m, n, k: config if m <= 64 else None)
+    monkeypatch.setattr(product, "config_for", lambda device, m, n, k, **_: config if m <= 64 else None)
+    monkeypatch.setattr(FusedMatmul, "run", with_an_adapter)
     monkeypatch.setattr(runtime, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(adapter, "inner_kernel", inner_kernel)
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
+
+
+def with_an_adapter(self, x, weight, bias, out=None, adapter=None, run=FusedMatmul.run):
+    """Without one, a product on the CPU is bitsandbytes' own."""
+    return Reason.NOT_CUDA if adapter is None else run(self, x, weight, bias, out, adapter)
 
 
 @pytest.fixture
@@ -346,7 +352,7 @@ def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
         want = model(x)
         nf4_patch.enable(matmul="auto")
         step, counter = compiled(model)
-        monkeypatch.setattr(few_rows.FusedLora, "add", raising(AssertionError("the op runs")))
+        monkeypatch.setattr(FusedMatmul, "run", raising(AssertionError("the op runs")))
         assert lora.apart(step(x), want) < 1e-2
     assert counter.frame_count == 1
 
@@ -378,5 +384,5 @@ def test_the_op_computes_without_the_kernels(few, monkeypatch):
     step, _ = compiled(model)
     with torch.no_grad():
         want = step(x)
-        monkeypatch.setattr(few_rows.FusedLora, "resolve_with", lambda *arguments: Reason.KERNEL_FAILED)
+        monkeypatch.setattr(FusedMatmul, "resolve", lambda *arguments: Reason.KERNEL_FAILED)
         assert lora.apart(step(x), want) < 1e-2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import sys
 import types
@@ -16,15 +17,25 @@ from alternation import crossed
 from target import fallbacks, row
 
 import nf4_patch
-from nf4_patch.lora.computed import COMPUTED, is_own
+from nf4_patch.lora.computed import COMPUTED
 from nf4_patch.patching import placement
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.originals import is_own
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = list(itertools.product((BF16, FP32), (None, BF16)))  # of the adapters and of autocast
 FORWARD = "peft.tuners.lora.bnb.Linear4bit.forward"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_of_the_gpu():
+    """bitsandbytes imports them only if there is a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        importlib.import_module("bitsandbytes.backends.cuda.ops")
+        yield
 
 
 def holder_of(path):

@@ -19,6 +19,8 @@ import torch
 import bitsandbytes.functional as F
 from target import in_package, linear, row
 from nf4_patch.cache.store import cache
+from nf4_patch.patching.originals import is_own
+from nf4_patch.patching.targets import TARGETS
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save
@@ -89,6 +91,9 @@ before = row(TARGET).hits
 utils.fast_dequantize(packed, state)
 F.dequantize_4bit(packed, state)
 assert row(TARGET).hits == before + 1 and row(DEQUANTIZE).hits == hits + 1
+computed = [target for target in TARGETS if target.library == "unsloth" and target.own]
+found = {target.name: getattr(utils, target.name.rpartition(".")[2], None) for target in computed}
+assert [t.name for t in computed if found[t.name] is not None and not is_own(found[t.name], t.module, *t.own)] == []
 print("state", row(TARGET).state)
 
 # the cache in Unsloth's autograd functions, checkpointed: equal gradients, and who may write shares no memory

@@ -1,0 +1,66 @@
+"""Tell a library's own functions from functions that somebody else put in their place."""
+
+from __future__ import annotations
+
+import sys
+from types import BuiltinFunctionType
+from typing import Any
+
+from .module_hooks import is_written_in
+from .placement import is_ours
+from .target import Target
+
+# Each function in PASSED_ON only returns the dequantized weight to its own caller. The keys are the functions' modules.
+PASSED_ON = {
+    "unsloth.kernels.utils": "fast_dequantize",
+    "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
+    "torch.utils._contextlib": "decorate_context",
+}
+
+
+def is_own(function: Any, module: str, *names: str) -> bool:
+    """Return whether ``function`` is the library's, defined in ``module`` under one of the names, or our replacement of it.
+
+    functools.wraps copies the name and the module of a function, but neither its globals nor its code.
+    """
+    while is_ours(function) or is_passed_on(function):
+        function = function.__wrapped__
+    found = sys.modules.get(module)
+    if type(function) is BuiltinFunctionType:
+        return any(function is getattr(found, name, None) for name in names)
+    if found is None or not is_written_in(found, function):
+        return False
+    while not is_written_here(function, module):
+        function = getattr(function, "__wrapped__", None)
+        if function is None:
+            return False
+    return function.__code__.co_name in names
+
+
+def is_passed_on(function: Any) -> bool:
+    """Return whether ``function`` is a known wrapper that only passes on the dequantized weight."""
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    name = getattr(getattr(function, "__code__", None), "co_name", "")
+    return PASSED_ON.get(module) == name and hasattr(function, "__wrapped__")
+
+
+def is_written_here(function: Any, module: str) -> bool:
+    """Return whether the function's code was compiled from the file of ``module``."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.replace("\\", "/").endswith(f"{module.replace('.', '/')}.py")
+
+
+def replaced(target: Target, original: Any) -> str:
+    """Return the name of a function that the target's replacement computes itself and somebody else replaced, or "".
+
+    Args:
+        original: the function at the target's place.
+    """
+    if target.own and not is_own(original, target.module, *target.own):
+        return target.name
+    for path in target.computes:
+        module, _, name = path.partition(":")
+        function = getattr(sys.modules.get(module), name, None)
+        if function is not None and not is_own(function, module, name):
+            return f"{module}.{name}"
+    return ""
