@@ -150,6 +150,7 @@ class Activations:
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
         self.budget = 0  # bytes per device
         self.mode: str | int = "off"
+        self.give_back: Callable[[], None] = lambda: None  # drops the CUDA graphs, which keep activations too
         self.user = User(0, self.allow, self.taken, self.most, self.wants)
 
     def configure(self, mode: str | int) -> None:
@@ -165,8 +166,15 @@ class Activations:
         self.records.clear()
         self.owners.clear()
 
+    def add(self, device: int, size: int) -> None:
+        """Count bytes that CUDA graphs keep."""
+        self.taken[device] = self.taken.get(device, 0) + size
+        self.most[device] = max(self.most.get(device, 0), self.taken[device])
+
     def allow(self, budget: int) -> None:
         self.budget = budget
+        if not budget:
+            self.give_back()
         self.most.clear()
         self.most.update({device: size for device, size in self.taken.items() if size})
 
@@ -336,6 +344,17 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
         if record.shares or record.waiting or rounds or is_cut(args, kwargs):
             return Reason.ACTIVATIONS_REENTRANT
     return None
+
+
+def note(layer: nn.Module, x: Tensor, why: Reason | None, size: int) -> None:
+    """Note what a call did that ran as a CUDA graph: it kept ``size`` bytes, or ``why`` it recomputed."""
+    record = activations.record_of(layer)
+    record.calls += 1
+    record.why, record.kept, record.device = why, size, x.get_device()
+    if why is None:
+        counters.uses_of("activations").hits += 1
+    else:
+        Fallbacks("activations").count(why)
 
 
 def kept(target: Target, original: Function) -> Function:

@@ -14,4 +14,4 @@ def decoder_layer(target: Target, original: Function) -> Function:
     """Run a decoder layer as CUDA graphs, or else without its checkpoint, or else as transformers does."""
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
-    return graphed(dataclasses.replace(target, or_option=""), inner)
+    return graphed(dataclasses.replace(target, or_option=""), inner, original)

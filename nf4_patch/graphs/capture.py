@@ -175,6 +175,8 @@ class Work:
     The layer reads static buffers in place of its arguments, and aliases in place of its trained parameters.
     """
 
+    keeps = False  # whether the activations of the forward stay for the backward
+
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers = task, x, buffers
         self.trained = trained_places(task.layer)
@@ -235,7 +237,9 @@ class Work:
         """
         inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
         with torch.autocast(DEVICE, enabled=False):
-            found: list[Any] = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
+            found: list[Any] = list(
+                torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=self.keeps)
+            )
         dx = found.pop(0) if self.leaf.requires_grad else None
         self.used = [index for index, each in zip(self.used, found, strict=True) if each is not None]
         gradients = [each for each in found if each is not None]
@@ -294,7 +298,9 @@ class GraphedLayer:
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
+    keeps = False  # whether the first graph's activations stay for the second graph
     second: Any = None
+    work_of: Any = Work
     # a weak reference to the latest call that awaits its backward
     pending: Callable[[], Any] = staticmethod(not_pending)
 
@@ -315,7 +321,7 @@ class GraphedLayer:
         self.alive = True
 
     def record(self, task: Task, x: Tensor, buffers: list[Tensor]) -> None:
-        recorder, work = self.recorder, Work(task, x, buffers)
+        recorder, work = self.recorder, self.work_of(task, x, buffers)
         self.warm_up(work)
         y = self.record_forward(work)
         with recorder.allocating():
@@ -323,6 +329,7 @@ class GraphedLayer:
         launches = Launches()
         self.second, (dx, flat) = recorder.record(lambda y: work.recompute_and_backward(y, gradient), self.first, y)
         self.hits_of_backward = launches.since()
+        self.hold(work, y)
         self.places = [work.trained[index] for index in work.used]
         self.parameters, self.dtypes = work.parameters, dtypes_of(work.parameters)
         self.gradient = recorder.borrowed(gradient)
@@ -331,6 +338,9 @@ class GraphedLayer:
             [torch.empty_like(p, device="meta") for p in same] for same in by_dtype(self.parameters, self.parameters)
         ]
         self.shapes = [aligned(same) for same in shapes]
+
+    def hold(self, work: Work, y: Tensor) -> None:
+        """Keep what has to stay allocated. The recompute starts from the layer's input, so nothing has to."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)
@@ -344,11 +354,11 @@ class GraphedLayer:
             torch.OutOfMemoryError: the GPU has no memory for the graph.
         """
         before, launches = self.recorder.allocated(), Launches()
-        self.first, y = self.recorder.record(work.forward)
-        kept = self.recorder.kept(before, y)
+        self.first, y = self.recorder.record(work.forward, keeps=self.keeps)
+        self.nbytes = self.recorder.kept(before, y)
         self.hits, self.reads = launches.since(), len(self.pins)
-        if kept:
-            raise Refusal(Reason.GRAPH_STATE, f"{kept} bytes stay allocated after its forward")
+        if self.nbytes and not self.keeps:
+            raise Refusal(Reason.GRAPH_STATE, f"{self.nbytes} bytes stay allocated after its forward")
         self.x, self.y, self.others = self.recorder.borrowed(work.x), self.recorder.borrowed(y.detach()), work.others
         return y
 
@@ -371,7 +381,7 @@ class GraphedLayer:
         return self.y.clone()
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
-        """Replay the second graph (recompute and backward). Return the gradients of x and of ``parameters``.
+        """Replay the second graph (recompute and backward; only the backward if ``keeps``). Return the gradients of x and of ``parameters``.
 
         The caller must hold the recorder's lock.
 
@@ -381,9 +391,12 @@ class GraphedLayer:
             gradient: the gradient of the layer's first result.
         """
         generator = self.recorder.generator
-        torch._foreach_copy_([self.x, self.gradient], [x, gradient])
+        if self.keeps:
+            self.gradient.copy_(gradient)
+        else:
+            torch._foreach_copy_([self.x, self.gradient], [x, gradient])
         self.load(tensors)
-        if random_state is None:
+        if random_state is None or self.keeps:
             self.second.replay()
         else:
             after = generator.get_state()
@@ -408,11 +421,10 @@ class GraphedLayer:
         The layer's tensors must be at the addresses that they had at the capture. The cached weights that the graphs
         read must still be valid.
         """
-        return (
-            self.alive
-            and self.fingerprint.is_in_place()
-            and all(entry.of(weight) is not None for entry, weight in self.pins)
-        )
+        return self.alive and self.fingerprint.is_in_place() and self.reads_valid_pins()
+
+    def reads_valid_pins(self) -> bool:
+        return all(entry.of(weight) is not None for entry, weight in self.pins)
 
     def reset(self) -> None:
         self.alive = False

@@ -16,9 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..activations import layers as keeping
+from ..activations.layers import FUNCTION, activations
 from ..cache.store import cache
+from ..memory.spare import spare
+from ..memory.waits import Waits
 from ..nf4 import runtime
 from ..patching import context
+from ..patching.checkpoint import checkpoint_of
 from ..patching.counters import warn_once
 from ..patching.module_hooks import HOOKS_ON_ALL
 from ..patching.reasons import Reason
@@ -30,11 +35,12 @@ from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swa
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
+from .kept import Keeper, KeptLayer, Token, kept_by
 from .option import WAIT_FOR_PYTHON
 from .own_code import cells_of, functions_in, hooks_on_activations, is_library
 from .recorder import Recorder, give_back
 from .refusal import Refusal, Refused
-from .shapes import Graphs, is_due
+from .shapes import RECORDED_AT, Graphs, is_due
 from .threads import others_may_use_gpu
 
 # FOR_GOOD: a layer that was refused for one of these Reasons is not recorded for the same shape again, until ``release()``.
@@ -71,8 +77,11 @@ graphs = Graphs()
 
 
 def follow(config: Any) -> None:
+    activations.give_back = graphs.drop
     if switch.value("graphs") == "off":
         graphs.forget()
+    elif switch.value("activations") == "off" and graphs.kept:
+        graphs.drop()
 
 
 switch.follow(follow)
@@ -89,6 +98,7 @@ class Call:
         self.offloads = offloads  # whether the layer's input waits for the backward in host memory
         self.fallbacks = fallbacks
         graph.pending = weakref.ref(self)
+        self.versions = [parameter._version for parameter in graph.parameters] if graph.keeps else []
         self.random_state = graph.recorder.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
@@ -105,10 +115,28 @@ class Call:
             with recorder.lock:
                 # A reentrant checkpoint recomputes the layer as it is now, any other one only the tensors of the forward.
                 unchanged = not graph.is_reentrant or graph.fingerprint.holds()
-                if unchanged and graph.is_in_place():
+                if unchanged and (self.may_use_kept(graph) if isinstance(graph, KeptLayer) else graph.is_in_place()):
                     return graph.backward(x, self.tensors, self.random_state, gradient)
         self.fallbacks.count(Reason.GRAPH_BACKWARD)
+        if graph.keeps:  # x is the memory of the graph, which the next forward writes
+            copied = x.clone()
+            x = copied if torch.is_grad_enabled() else copied.requires_grad_(x.requires_grad)
         return self.recomputed(x, gradient)
+
+    def may_use_kept(self, graph: KeptLayer) -> bool:
+        """Return whether the kept activations are those of the layer's parameters as they are now.
+
+        Raises:
+            RuntimeError: the parameters were changed since the forward of a layer that is not checkpointed.
+        """
+        same = self.versions == [parameter._version for parameter in graph.parameters]
+        layer: Any = graph.fingerprint.layer()
+        if not same and layer is not None and not layer.gradient_checkpointing:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a trained "
+                "parameter of a decoder layer, between its forward and its backward"
+            )
+        return same and graph.may_backward()
 
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """Recompute the layer eagerly. Return the gradients of x and of the graph's parameters.
@@ -203,6 +231,20 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
+def replay_kept(graph: KeptLayer, call: Call, x: Tensor) -> Any:
+    token = Token()
+    with graph.recorder.lock:
+        y = None
+        if graph.alive and graph.may_forward():
+            graph.began(token)
+            with kept_by(token, graph):
+                y = Replay.apply(call, x, *graph.parameters)
+    if y is None:  # another thread has just dropped all graphs
+        return call.again(x)
+    graphs.replays += 1
+    return y if graph.others is None else (y, *graph.others)
+
+
 def self_saves_on_host(layer: Any) -> bool:
     return bool(checkpoint_options(layer._gradient_checkpointing_func)["saves_on_host"])
 
@@ -225,7 +267,11 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callabl
 
 def is_reentrant(layer: Any, static_cache: Any) -> bool:
     """Return whether the layer trains under a reentrant checkpoint."""
-    return static_cache is None and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
+    return (
+        static_cache is None
+        and layer.gradient_checkpointing
+        and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
+    )
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
@@ -316,8 +362,11 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         if not (layer.training and torch.is_grad_enabled()):
             return Reason.GRAPH_NOT_TRAINING
         if not layer.gradient_checkpointing:
-            return Reason.GRAPH_NOT_CHECKPOINTED
-        if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
+            if activations.mode == "off":
+                return Reason.GRAPH_NOT_CHECKPOINTED
+            if context.saved_tensors_hooks(False) is not None:
+                return Reason.GRAPH_MODE
+        elif not (options := checkpoint_options(layer._gradient_checkpointing_func)):
             return Reason.GRAPH_CHECKPOINT
     if not args or not isinstance(args[0], Tensor):
         return Reason.GRAPH_ARGUMENTS
@@ -396,11 +445,43 @@ def noticing_hooks(function: Function, watching: list[bool]) -> Function:
     return noticed
 
 
-def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refused:
+def why_not_kept(layer: Any, x: Tensor, args: Any, kwargs: Any) -> Reason | None:
+    """Return the Reason why the layer has to recompute in this call, or None if its activations may be kept."""
+    if activations.mode == "auto" and spare.waits:
+        return Reason.ACTIVATIONS_WAITING
+    if not layer.gradient_checkpointing:
+        return None
+    record = activations.record_of(layer)
+    why = keeping.why_not(x, args, kwargs, checkpoint_of(vars(layer).get(FUNCTION)), record)
+    if why is None and record.estimate(keeping.InputSize.of(x)) is None:
+        return Reason.ACTIVATIONS_WAITING
+    return why
+
+
+def is_measured(layer: Any, x: Tensor) -> bool:
+    """Return whether it is known how much memory the layer's activations take. Eager calls measure it."""
+    if not layer.gradient_checkpointing or spare.why is Waits.MARGIN:
+        return True  # nothing will be kept
+    return activations.record_of(layer).estimate(keeping.InputSize.of(x)) is not None
+
+
+def has_room_to_keep(layer: Any, x: Tensor, keeper: Keeper | None) -> bool:
+    if not layer.gradient_checkpointing:
+        return True  # training needs the memory without graphs, too
+    held = activations.record_of(layer).estimate(keeping.InputSize.of(x)) or 0
+    if keeper is None:
+        return activations.taken.get(x.get_device(), 0) + 2 * held <= activations.budget
+    return keeper.has_room(held)
+
+
+def captured(
+    layer: Any, key: Any, task_of: Callable[[Fingerprint], Task], keeps: bool = False
+) -> GraphedLayer | Refused:
     """Record the layer for a key. Return its graphs, or why the layer cannot be recorded.
 
     Args:
         task_of: makes the Task of the capture from the layer's fingerprint.
+        keeps: whether the layer keeps its activations.
     """
     fingerprint = Fingerprint(layer)
     if detail := fingerprint.code.foreign():
@@ -423,21 +504,33 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
     task = task._replace(function=noticing_hooks(task.function, watching))
     device, length, trains = task.x.get_device(), task.x.numel(), task.static_cache is None
     with graphs.lock:
-        if trains and key not in graphs.recordings:
+        if trains and key not in graphs.recordings and key not in graphs.kept:
             # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
             give_back()
         while True:
-            recorder = graphs.recorders.get(device)
+            keeper = graphs.keepers.get(device) if keeps else None
+            recorder = keeper.recorder if keeper is not None else None if keeps else graphs.recorders.get(device)
             try:
                 if recorder is None:
-                    recorder = graphs.recorders[device] = Recorder(device)
+                    recorder = Recorder(device)
+                    if keeps:
+                        keeper = graphs.keepers[device] = Keeper(recorder)
+                    else:
+                        graphs.recorders[device] = recorder
+                needed = keeper.generation.nbytes if keeper is not None and not layer.gradient_checkpointing else 0
                 # The graphs of a decode step take little memory.
-                with recorder.lock, recorder.leaving_enough() if trains else contextlib.nullcontext():
-                    graph = (GraphedLayer if trains else GraphedForward)(recorder, task)
+                with recorder.lock, recorder.leaving_enough(needed) if trains else contextlib.nullcontext():
+                    if keeper is not None:
+                        graph: GraphedLayer = KeptLayer(keeper, task, key)
+                    else:
+                        graph = (GraphedLayer if trains else GraphedForward)(recorder, task)
+                if keeper is not None:
+                    keeper.count(recorder.taken)
                 watching.clear()
                 recorder.longest = max(recorder.longest, length)
                 if (
                     trains
+                    and not keeps
                     and graph.is_random
                     and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]
                 ):
@@ -461,10 +554,13 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
                 return refused
 
 
-def graphed(target: Target, original: Function) -> Function:
+def graphed(target: Target, original: Function, layer_call: Function) -> Function:
     """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``.
 
-    The replacement runs a decoder layer as CUDA graphs where it can. Otherwise the original runs.
+    The replacement runs a decoder layer as CUDA graphs where it can. Otherwise ``original`` runs.
+
+    Args:
+        layer_call: what is recorded: the library's own function.
     """
     fallbacks = Fallbacks(target.name)
 
@@ -477,6 +573,8 @@ def graphed(target: Target, original: Function) -> Function:
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor) and runtime.runs_on(args[0]) and not runtime.is_capturing():
             graphs.make_way(args[0])
+            if activations.mode == "auto" and torch.is_grad_enabled():
+                spare.observe(args[0])  # before the budget is read, and before graphs are looked up that it may drop
         cache_name, static_cache = static_cache_of(self, kwargs)
         reason = why_not(self, args, static_cache is not None)
         if reason is not None:
@@ -498,43 +596,91 @@ def graphed(target: Target, original: Function) -> Function:
         recorder = graphs.recorders.get(x.get_device())
         if recorder is not None and stream_of(recorder.device) != recorder.replay_stream:
             return Reason.GRAPH_STREAM
-        graph = graphs.recording(key, self)
-        if graph is None:
-            if (known := graphs.refusal(key, self)) is not None:
+        trains, checkpointed = static_cache is None, static_cache is not None or self.gradient_checkpointing
+        why = why_not_kept(self, x, args, kwargs) if trains and activations.mode != "off" else Reason.ACTIVATIONS_BUDGET
+        graph = graphs.recording(key, self) if checkpointed else None
+        kept = graphs.kept_recording(key, self) if why is None else None
+
+        def recorded(keeps: bool) -> GraphedLayer | Reason:
+            own_key = ("kept", *key) if keeps else key
+            if (known := graphs.refusal(own_key, self)) is not None:
+                return refused(known)
+            try:
+                found = captured(
+                    self,
+                    key,
+                    lambda f: task_of(self, args, plain, tensors, environment, f, cache_name, static_cache),
+                    keeps,
+                )
+            except Exception as error:  # the error is remembered, so that later calls do not try again
+                graphs.refuse(own_key, self, Refused(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"))
+                raise
+            if isinstance(found, Refused):
+                if found.reason in FOR_GOOD or keeps:
+                    graphs.refuse(own_key, self, found)
+                return refused(found)
+            return found
+
+        keeper = graphs.keepers.get(x.get_device())
+        keeps = kept is not None and kept.may_forward()
+        # whether the activations of this layer may be kept in memory in which nothing waits
+        open_ = why is None and not keeps and (keeper is None or keeper.is_open())
+        if open_ and kept is not None and not (keeper is not None and keeper.continues(key)):
+            open_ = False  # the layer was recorded together with others, whose order is another one in this call
+        if not keeps and (graph is None or open_):
+            if graph is None and (known := graphs.refusal(key, self)) is not None:
                 return refused(known)
             if is_slow(x.get_device()):
                 return Reason.GRAPH_SLOW_GPU
             graphs.claim(self)
-            if not is_due(graphs.count(key, self)) or not graphs.has_room(key):
+            due = graph is not None
+            if not due:
+                calls = graphs.count(key, self)
+                due = is_due(calls) or (calls >= RECORDED_AT and keeper is not None and keeper.continues(key))
+            if not due or not graphs.has_room(key):
                 return Reason.GRAPH_NEW_SHAPE
-            try:
-                found = captured(
-                    self, key, lambda f: task_of(self, args, plain, tensors, environment, f, cache_name, static_cache)
-                )
-            except Exception as error:  # the error is remembered, so that later calls do not try again
-                graphs.refuse(key, self, Refused(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"))
-                raise
-            if isinstance(found, Refused):
-                if found.reason in FOR_GOOD:
-                    graphs.refuse(key, self, found)
-                return refused(found)
-            graph = found
+            if why is Reason.ACTIVATIONS_WAITING and graph is None and not is_measured(self, x):
+                graphs.uncount(key, self)
+                return Reason.GRAPH_NEW_SHAPE
+            if open_ and has_room_to_keep(self, x, keeper):
+                found = recorded(keeps=True)
+                if isinstance(found, KeptLayer):
+                    kept, keeps = found, True
+                elif not checkpointed:
+                    return found  # type: ignore[return-value]
+            elif open_:
+                why = Reason.ACTIVATIONS_BUDGET
+            if not keeps and graph is None:
+                if not checkpointed:
+                    return why or Reason.GRAPH_REUSED
+                found = recorded(keeps=False)
+                if isinstance(found, Reason):
+                    return found
+                graph = found
+        used = kept if keeps and kept is not None else graph
+        assert used is not None
         if cache.auto is not None:
             cache.auto.observe(x)  # before the check, because this call may free cached weights that the graph reads
-        if not (graph.fingerprint.holds() and graph.is_in_place()):
+        if not (used.fingerprint.holds() and used.is_in_place()):
+            if isinstance(used, KeptLayer):
+                graphs.retire(used.generation)
             graphs.drop_changed(key, self)
             graphs.count(key, self)
             return Reason.GRAPH_CHANGED
         if static_cache is not None:
-            return step, graph, x, tensors[1:], partial(original, self, *args, **kwargs)
+            return step, used, x, tensors[1:], partial(original, self, *args, **kwargs)
         # The call must not keep x alive, because x may be offloaded.
         repeat = partial(again, self, args[1:], kwargs)
-        if reentrant and graph.pending() is not None:
+        if reentrant and used.pending() is not None:
             return Reason.GRAPH_REUSED
-        call = Call(graph, environment, tensors[1:], repeat, offloads(reentrant), fallbacks)
+        if trains and activations.mode != "off":
+            keeping.note(self, x, why if not keeps else None, used.nbytes if keeps else 0)
+        call = Call(used, environment, tensors[1:], repeat, not keeps and offloads(reentrant), fallbacks)
+        if keeps:
+            return replay_kept, used, call, x
         if not self_saves_on_host(self):
-            return replay, graph, call, x
-        return replay_on_host, graph, call, x
+            return replay, used, call, x
+        return replay_on_host, used, call, x
 
     def task_of(
         self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint,
@@ -548,7 +694,7 @@ def graphed(target: Target, original: Function) -> Function:
             arguments = replaced((args, kwargs), lambda tensor: static[id(tensor)])
             (positional, keywords), before = arguments, flattened(arguments)
             if generates:
-                result = original(self, *positional, **{**keywords, cache_name: given})
+                result = layer_call(self, *positional, **{**keywords, cache_name: given})
             else:
                 result = through(self, given, positional, keywords)
             # In Gemma 4, for example, layers write into a dict that later layers read.
@@ -561,10 +707,12 @@ def graphed(target: Target, original: Function) -> Function:
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` as the layer's checkpoint function."""
+        if not self.gradient_checkpointing:
+            return layer_call(self, *args, **kwargs)
         before = self._gradient_checkpointing_func
         try:
             self._gradient_checkpointing_func = function
-            return original(self, *args, **kwargs)
+            return layer_call(self, *args, **kwargs)
         finally:
             self._gradient_checkpointing_func = before
 

@@ -97,11 +97,14 @@ class Recorder:
 
     # --- recording ---
 
-    def record(self, work: Callable[..., Result], before: Recording | None = None, *given: Any) -> tuple[Any, Result]:
+    def record(
+        self, work: Callable[..., Result], before: Recording | None = None, *given: Any, keeps: bool = False
+    ) -> tuple[Any, Result]:
         """Run ``work(*given)`` and record it. Return the Recording, and the result of the work.
 
         Args:
             before: the Recording whose result is ``given``. It is always replayed before this one.
+            keeps: whether the autograd graph of the result stays in its memory for another recording.
 
         Raises:
             Refusal: the work cannot be recorded.
@@ -206,10 +209,13 @@ class Recorder:
         return self.allocated() - before - result.untyped_storage().nbytes()
 
     @contextlib.contextmanager
-    def leaving_enough(self) -> Iterator[None]:
+    def leaving_enough(self, part: int = 0) -> Iterator[None]:
         """Record inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
 
         The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
+
+        Args:
+            part: bytes of this peak that the recordings now hold.
 
         Raises:
             torch.OutOfMemoryError: there would be too little memory.
@@ -221,7 +227,7 @@ class Recorder:
         free, total = torch.cuda.mem_get_info(self.device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)  # PyTorch >= 2.8
         limit = min(free + reserved, int(fraction * total)) - int(MARGIN_PART * fraction * total)
-        peak = memory(self.device, "allocated_bytes", "peak")
+        peak = memory(self.device, "allocated_bytes", "peak") - part
         if self.taken + peak > limit:
             gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
             raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
@@ -281,7 +287,8 @@ def modes_of_recording(differentiable: bool) -> Iterator[None]:
         quiet_garbage(),
         torch.set_grad_enabled(differentiable),
         torch.autograd.set_multithreading_enabled(False),
-        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        # detached, because a result that autograd saves as it is would keep itself alive
+        saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor),
     ):
         yield
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..patching.reasons import Reason
 from .capture import GraphedLayer, trained_places
+from .kept import Generation, Keeper, KeptLayer
 from .option import GraphsStatus
 from .recorder import Recorder, give_back
 from .refusal import Refused
@@ -46,11 +47,13 @@ class Graphs:
 
     def __init__(self) -> None:
         # three things: what is recorded, which layers cannot be recorded, and how often layers ran eagerly
-        self.recordings: dict[Any, ByLayer[nn.Module, GraphedLayer]] = {}
+        self.recordings: dict[Any, ByLayer[nn.Module, Any]] = {}
+        self.kept: dict[Any, ByLayer[nn.Module, Any]] = {}  # recordings that keep activations
         self.refusals: dict[Any, ByLayer[nn.Module, Refused]] = {}
         self.calls: OrderedDict[Any, ByLayer[nn.Module, int]] = OrderedDict()
         # The recorder of each device. The references are weak, because the graphs keep their recorder alive.
         self.recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+        self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
         self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
         self.lock = threading.RLock()  # held during a capture
@@ -62,19 +65,32 @@ class Graphs:
         found = self.recordings.get(key)
         return None if found is None else found.get(layer)
 
+    def kept_recording(self, key: Any, layer: nn.Module) -> KeptLayer | None:
+        found = self.kept.get(key)
+        return None if found is None else found.get(layer)
+
     def has_room(self, key: Any) -> bool:
         """Return whether layers may be recorded for this key. Forget keys whose model or StaticCache was freed."""
-        if key in self.recordings:
+        if key in self.recordings or key in self.kept:
             return True
         with self.lock:
-            for other in [*self.recordings]:
-                if not is_alive(other, self.recordings[other]):
-                    reset(self.recordings.pop(other))
+            for found in (self.recordings, self.kept):
+                for other in [*found]:
+                    if not is_alive(other, found[other]):
+                        reset(found.pop(other))
         trains = key[-1] is None
-        return sum((other[-1] is None) == trains for other in list(self.recordings)) < SHAPES
+        return sum((other[-1] is None) == trains for other in {*self.recordings, *self.kept}) < SHAPES
 
     def keep(self, key: Any, layer: nn.Module, graph: GraphedLayer) -> None:
-        self.recordings.setdefault(key, ByLayer())[layer] = graph
+        found: dict[Any, Any] = self.kept if isinstance(graph, KeptLayer) else self.recordings
+        found.setdefault(key, ByLayer())[layer] = graph
+
+    def retire(self, generation: Generation) -> None:
+        """Drop all kept layers that were recorded together."""
+        for layers in list(self.kept.values()):
+            for layer, graph in list(layers.items()):
+                if graph.generation is generation:
+                    layers.pop(layer, None)
 
     def drop_changed(self, key: Any, layer: nn.Module) -> None:
         """Drop the recording of a layer that has changed since."""
@@ -84,16 +100,22 @@ class Graphs:
         """Free every recording and return its memory to the driver. Layers are recorded again at their next call."""
         with self.lock:
             recordings, self.recordings = self.recordings, {}
-            recorders = list(self.recorders.values())
+            kept, self.kept = self.kept, {}
+            recorders: list[Any] = list(self.recorders.values())
+            keepers = list(self.keepers.values())
             self.recorders.clear()
-            for key, layers in recordings.items():
+            self.keepers.clear()
+            for key, layers in [*recordings.items(), *kept.items()]:
                 for layer in list(layers):
                     self.calls.setdefault(key, ByLayer())[layer] = RECORDED_AT - 1
                 reset(layers)
+            for keeper in keepers:
+                with keeper.recorder.lock:
+                    keeper.close()
             for recorder in recorders:
                 with recorder.lock:
                     recorder.close()
-        if recorders:
+        if recorders or keepers:
             give_back()
 
     def forget(self) -> None:
@@ -107,7 +129,7 @@ class Graphs:
         device, size = x.get_device(), x.numel()
         if size > self.largest.get(device, 0):
             self.largest[device] = size
-            if device in self.recorders:
+            if device in self.recorders or device in self.keepers:
                 self.drop()
 
     # --- refusals ---
@@ -146,7 +168,7 @@ class Graphs:
                 if layer in holders:
                     continue
                 holders.add(layer)
-                for recordings in list(self.recordings.values()) if len(holders) > 1 else ():
+                for recordings in [*self.recordings.values(), *self.kept.values()] if len(holders) > 1 else ():
                     for other in holders:
                         recordings.pop(other, None)
 
@@ -163,12 +185,18 @@ class Graphs:
         held = {*map(id, parameters)}
         return any(id(p) in held for other in others for p in other.parameters())
 
+    def uncount(self, key: Any, layer: nn.Module) -> None:
+        """Let the next eager call be the same in number as the last one."""
+        self.calls[key][layer] -= 1
+
     def snapshot(self, mode: str) -> GraphsStatus:
-        layers = [graph.fingerprint.layer() for each in list(self.recordings.values()) for graph in list(each.values())]
+        every = {
+            key: [*self.recordings.get(key, ()), *self.kept.get(key, ())] for key in {*self.recordings, *self.kept}
+        }
         return GraphsStatus(
             mode=mode,
-            layers=len({id(layer) for layer in layers}),
-            shapes=sum(map(bool, list(self.recordings.values()))),
+            layers=len({id(layer) for layers in every.values() for layer in layers}),
+            shapes=sum(map(bool, every.values())),
             replays=self.replays,
         )
 
@@ -178,12 +206,12 @@ def kind_of(key: Any) -> Any:
     return (*key[:-1], key[-1] is None)
 
 
-def is_alive(key: Any, layers: ByLayer[nn.Module, GraphedLayer]) -> bool:
+def is_alive(key: Any, layers: ByLayer[nn.Module, Any]) -> bool:
     """Return whether the model and the StaticCache of a key still exist."""
     return bool(layers) and (key[-1] is None or key[-1]() is not None)
 
 
-def reset(layers: ByLayer[nn.Module, GraphedLayer]) -> None:
+def reset(layers: ByLayer[nn.Module, Any]) -> None:
     for graph in list(layers.values()):
         with graph.recorder.lock:
             graph.reset()

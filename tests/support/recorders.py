@@ -30,14 +30,19 @@ def copy_into(held: Any, results: Any) -> None:
 class Repetition:
     """A recording: the work, and the result that its first run had."""
 
-    def __init__(self, work: Callable[..., Any], generator: Any, before: Repetition | None, given: tuple[Any, ...]):
-        self.work, self.generator, self.before = work, generator, before
+    def __init__(
+        self, work: Callable[..., Any], generator: Any, before: Repetition | None, given: tuple[Any, ...], keeps: bool
+    ):
+        self.work, self.generator, self.before, self.keeps = work, generator, before, keeps
         self.differentiable = torch.is_grad_enabled()
         self.result = work(*given)
 
     def again(self) -> Any:
         if self.before is None:
-            return self.work()
+            self.latest = self.work()
+            return self.latest
+        if self.before.keeps:
+            return self.work(self.before.latest)
         state = self.generator.get_state()
         given = self.before.again()
         self.generator.set_state(state)  # the work before drew its numbers in a replay of its own
@@ -53,7 +58,7 @@ class Repetition:
         cache.hits = read
 
     def reset(self) -> None:
-        self.work = self.before = self.result = None  # type: ignore[assignment]
+        self.work = self.before = self.result = self.latest = None  # type: ignore[assignment]
 
 
 class Rerun(Recorder):
@@ -65,9 +70,9 @@ class Rerun(Recorder):
     def close(self) -> None:
         """Nothing is held."""
 
-    def record(self, work: Any, before: Any = None, *given: Any) -> tuple[Any, Any]:
+    def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         with getattr(getattr(work, "__self__", None), "undone", contextlib.nullcontext)():  # a capture runs nothing
-            recording = Repetition(work, self.generator, before, given)
+            recording = Repetition(work, self.generator, before, given, keeps)
         return recording, recording.result
 
     @contextlib.contextmanager
@@ -82,7 +87,8 @@ class Rerun(Recorder):
     def allocating(self) -> Any:
         return contextlib.nullcontext()
 
-    leaving_enough = allocating
+    def leaving_enough(self, part: int = 0) -> Any:
+        return contextlib.nullcontext()
 
     def synchronizations(self) -> Any:
         return contextlib.nullcontext([])
@@ -129,7 +135,7 @@ class Log(TorchDispatchMode):
 
 
 class Operations(Rerun):
-    def record(self, work: Any, before: Any = None, *given: Any) -> tuple[Any, Any]:
+    def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         log = Log()
         with log:
             result = work(*given)
