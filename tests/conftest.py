@@ -117,6 +117,8 @@ def off_and_counted_from_zero():
         graphs.graphs.forget()
         graphs.graphs.largest.clear()
         graphs.graphs.replays = 0
+    if prefetch := sys.modules.get("nf4_patch.offload.prefetch"):
+        prefetch.prefetchers.clear()
     if activations := sys.modules.get("nf4_patch.activations.layers"):
         activations.activations.forget()
 
