@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 
 import pytest
@@ -107,9 +108,19 @@ def off_and_counted_from_zero():
     assert not [unnamed.pop() for _ in unnamed[:]]
     nf4_patch.disable()
     counters.reset()
+    for counter in [*counters.hit_counters.values()]:
+        counter.addresses.clear()
     forget()
     cache.hits = cache.misses = 0
     cache.uncached.clear()
+    if graphs := sys.modules.get("nf4_patch.graphs.layers"):
+        graphs.graphs.forget()
+        graphs.graphs.largest.clear()
+        graphs.graphs.replays = 0
+    if prefetch := sys.modules.get("nf4_patch.offload.prefetch"):
+        prefetch.prefetchers.clear()
+    if activations := sys.modules.get("nf4_patch.activations.layers"):
+        activations.activations.forget()
 
 
 def switched_on(**options: str):

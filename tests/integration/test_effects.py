@@ -130,7 +130,9 @@ def test_an_option_that_mostly_works_is_not_logged(said):
 
 
 def test_the_profile_is_a_table():
-    fast = {"lora": "fused", "graphs": "auto", "matmul": "auto", "cache": "auto"}
+    fast = {
+        "lora": "fused", "graphs": "auto", "matmul": "auto", "cache": "auto", "activations": "auto", "merge": "reversible"
+    }  # fmt: skip
     wanted = {name: fast.get(name, "off") for name in OPTIONS}
     assert Config.read({}, None, "fast").options == Config.read({"NF4_PATCH": "fast"}).options == wanted
     assert {option.name for option in OPTIONS.values() if option.fast} == {OPTIONS[name].name for name in fast}
@@ -144,7 +146,8 @@ def test_what_was_typed_goes_before_the_profile():
     )
     assert Config.read({"NF4_PATCH": "fast", "NF4_PATCH_CACHE": "off"}).options["cache"] == "off"
     assert Config.read({}, None, None, lora=True, graphs=True, matmul=True, experts=True).options == {
-        "lora": "fused", "graphs": "auto", "matmul": "auto", "experts": "4bit", "cache": "off", "offload": "off"
+        "lora": "fused", "graphs": "auto", "matmul": "auto", "experts": "4bit", "cache": "off", "offload": "off",
+        "activations": "off", "merge": "off",
     }  # fmt: skip
 
 

@@ -1212,7 +1212,7 @@ def test_varying_lengths():
 
 def test_the_first_shapes_stay(monkeypatch):
     monkeypatch.setattr(shapes_module, "SHAPES", 2)
-    found = compared(model_of, step_of_lengths(lambda step: 16 * (1 + step // 4)), steps=16)
+    found = compared(model_of, step_of_lengths(lambda step: 16 * (4 - step // 4)), steps=16)
     assert found["status"].graphs.shapes == 2
     assert found["replays"] == 3 * (2 + 2)  # of four lengths, four steps each
 
@@ -1556,13 +1556,16 @@ def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "captured", "reasons"),
     [
-        ((16, 32), [16] * 3 + [32, *[32] * 3] + [16] * 3, set()),
+        ((16, 32), [16] * 3 + [16] * 3 + [32, *[32] * 3] + [16] * 3, set()),
         ((32, 16), [32] * 3 + [16] + [32] * 3, {"GRAPH_MEMORY"}),
     ],
     ids=["longer", "shorter"],
 )
 def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch):
-    """A longer input is captured again without the graphs of shorter ones, which then need no further memory. A shorter is not."""
+    """A longer input is captured again without the graphs of shorter ones, which then need no further memory. A shorter is not.
+
+    The first longer input drops the graphs of shorter ones, which are captured again at the next call.
+    """
     attempts = []
 
     class Fits(graphs_module.GraphedLayer):
