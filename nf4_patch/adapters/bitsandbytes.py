@@ -74,7 +74,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
             if type(result) is not Reason:
                 return result
             missed = result
-        if cache.auto is not None and cache.auto.forwarded() is not A:
+        if cache.auto is not None:
             cache.auto.observe(A)
         weight = dequantizer.run(packed, None, False, True)
         if type(weight) is Reason:

@@ -17,7 +17,7 @@ def observed(target: Target, original: Function) -> Function:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cache.auto is not None and len(args) > 1:
-            cache.auto.forward(args[1])
+            cache.auto.observe(args[1])
         return original(*args, **kwargs)
 
     return replacement_of(target, original, Fallbacks(target.name), instead(forward))

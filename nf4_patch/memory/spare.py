@@ -85,7 +85,6 @@ class Spare:
         self.hooks: tuple[Any, ...] = ()
         # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("memory.spare").attempt
-        self.next_look = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -99,9 +98,9 @@ class Spare:
         self.why: Waits  # why there is no budget, while ``waits`` is True
         self.numbers: tuple[int, ...]  # for the sentence of ``why``
         self.waits = True
+        self.next_look = 0.0
         self.unsettled = False  # whether memory of the users was in use when they gave it back
-        # weak reference to the tensor that the method ``forward`` got last
-        self.forwarded: Callable[[], torch.Tensor | None] = nobody
+        self.latest_input: Callable[[], torch.Tensor | None] = nobody  # weak reference to what ``observe`` got last
         self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
         self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the users, by device
         self.retries: dict[int, int] = {}  # allocations that had to free unused memory first, by device
@@ -144,25 +143,22 @@ class Spare:
     def after_step(self, *_: Any) -> None:
         self.stepped = True
 
-    def observe(self, *inputs: Any) -> None:
-        """Call ``observed``. Errors are logged, and do not interrupt the forward pass."""
-        self.attempt(self.observed, *inputs)
+    def observe(self, x: Any) -> None:
+        """Update the budget in a forward pass, given the input ``x`` of a function that runs in it.
 
-    def forward(self, x: Any) -> None:
-        """Observe the input ``x`` of an autograd function.
-
-        The autograd function passes ``x`` on to an op whose replacement also observes its input. The attribute
-        ``forwarded`` tells this replacement that ``x`` was already observed.
+        A function may pass ``x`` on to another one that calls this too. So the same tensor counts once between two steps of an
+        optimizer. Errors are logged, and do not interrupt the forward pass.
         """
-        self.observe(x)
-        self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
+        if self.stepped or self.latest_input() is not x:
+            self.attempt(self.observed, x)
+            self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
-    def observed(self, *inputs: Any) -> None:
-        """Update the budget at the start of a layer's forward, given the layer's arguments.
+    def observed(self, x: Any) -> None:
+        """Update the budget, given a tensor, or a list, tuple or dict of tensors.
 
-        The size of the batch is read from the activations of shape [..., length, features] among these arguments.
+        The size of the batch is read from the activations of shape [..., length, features] among them.
         """
-        found = [x for x in tensors(inputs) if x.is_cuda or runtime.runs_on(x)]
+        found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
         if not self.users or not found or runtime.is_capturing():
             return
         if self.trains and not self.optimizers:  # the training is over, and another one may have begun

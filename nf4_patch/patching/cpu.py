@@ -57,8 +57,6 @@ def corrected(target: str, packed: Any, state: Any, out: Tensor | None) -> Tenso
 
     bitsandbytes 0.50's layers multiply by the wrongly dequantized weight, in an op that is not replaced. So their backward
     also gets that weight, because the gradient would not fit the forward otherwise.
-
-    An adapter has to call this function directly, because the caller is found by its distance on the call stack.
     """
     if is_compiling() or not isinstance(packed, Tensor):
         return None

@@ -22,6 +22,8 @@ from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks, Function, replacement_of
 
+REPLACEMENTS = replacement_of.__globals__  # the global names of every replacement's code
+
 
 def has_gradient(packed: Tensor) -> bool:
     """Return whether autograd would compute a gradient of the packed weight. For an integer dtype it never does."""
@@ -31,22 +33,18 @@ def has_gradient(packed: Tensor) -> bool:
 def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
-    If the caller is a function in PASSED_ON, the caller of that function is checked instead. Only
-    ``Dequantizer.of_state`` and ``cpu.corrected`` may call this function, because the caller is found by its distance on
-    the call stack.
+    If the caller is a function in PASSED_ON, the caller of that function is checked instead.
 
     Args:
         module: the start of a module's name, for example "unsloth.".
     """
-    try:  # Frame 1 is of_state or corrected, frame 2 the adapter, frame 3 the replacement, and frame 4 the replacement's caller.
-        frame: FrameType | None = sys._getframe(4)
-    except ValueError:  # no Python code called the replacement
-        return False
-    while frame is not None:
+    frame: FrameType | None = sys._getframe(2)  # the caller of the function that asks
+    while frame is not None and frame.f_globals is not REPLACEMENTS:
+        frame = frame.f_back
+    while frame is not None and (frame := frame.f_back) is not None:
         name: str = frame.f_globals.get("__name__") or ""
         if name not in PASSED_ON or frame.f_code.co_name != PASSED_ON[name]:
             return name.startswith(module)
-        frame = frame.f_back
     return False
 
 

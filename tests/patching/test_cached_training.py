@@ -21,7 +21,7 @@ import nf4_patch
 from nf4_patch.cache.allocator import allocated
 from nf4_patch.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.dequantizer import Dequantizer, served
 from nf4_patch.patching.reasons import Reason
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
@@ -216,6 +216,28 @@ def test_only_bitsandbytes_reads_from_the_cache(linear_op):
         found += [thread.submit(memory, F.dequantize_4bit).result()]
     (entry,) = cache.weights.values()
     assert [address == entry.views[0].data_ptr() for address in found] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_caller_is_found_through_any_number_of_functions_of_an_adapter(linear_op, depth):
+    layer = linear(linear_op)
+
+    def through(count, call, *arguments):
+        return call(*arguments) if not count else through(count - 1, call, *arguments)
+
+    def adapter(serve, packed, state):
+        return through(depth, serve, packed, state, None, False, True)
+
+    read = served(readers="a_reader")(adapter)(target.target_like("bitsandbytes"), lambda packed, state: None)
+    results = {}
+    for name in ("a_reader", "another"):
+        found = {"__name__": name, "read": read}
+        exec("def call(packed, state): return read(packed, state)", found)
+        results[name] = found["call"]
+    nf4_patch.enable(cache=2**20)
+    addresses = [call(layer.weight, layer.weight.quant_state).data_ptr() for call in results.values()]
+    (entry,) = cache.weights.values()
+    assert [address == entry.views[0].data_ptr() for address in addresses] == [True, False]
 
 
 def test_toggling_in_the_middle_of_a_step(linear_op):
