@@ -75,7 +75,7 @@ def enable(
 
     Args:
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
-            ``matmul="auto"`` and ``cache="auto"``. Results are as accurate, but not bit-identical. Options that an
+            ``matmul="auto"``, ``cache="auto"``, ``activations="auto"`` and ``merge="reversible"``. Results are as accurate, but not bit-identical. Options that an
             argument or a variable has set keep their value. An option that this machine cannot have stays off, and
             ``status()`` says why.
         matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
