@@ -126,7 +126,19 @@ def penalized(model, step):
     return [loss, penalty]
 
 
-WAYS = [plain, accumulated, reversed_backwards, summed, thrown_away, interrupted, retained, part, evaluated, lengths, released]
+WAYS = [
+    plain,
+    accumulated,
+    reversed_backwards,
+    summed,
+    thrown_away,
+    interrupted,
+    retained,
+    part,
+    evaluated,
+    lengths,
+    released,
+]
 
 
 def train(model, way, **options):
