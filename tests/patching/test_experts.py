@@ -153,7 +153,9 @@ def test_a_second_parametrization_stays_dense(patched):
         for stack in names:
             shape = getattr(module, stack).shape
             torch.nn.utils.parametrize.register_parametrization(module, stack, Plus(shape), unsafe=True)
-    with torch.backends.mkldnn.flags(enabled=False):  # with AVX-512, its bf16 products round by the layout of their inputs
+    with torch.backends.mkldnn.flags(
+        enabled=False
+    ):  # with AVX-512, its bf16 products round by the layout of their inputs
         ours = step(model)
         assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 2  # the other layer's down_proj
         patched.disable()
