@@ -81,9 +81,10 @@ def in_use(name: str) -> bool:
 def owner(target: Target, reason: Reason | None = None) -> str:
     """Return the option for which the target's calls count, or "" for a target that is replaced without any option."""
     first, second = target.option, target.or_option
-    for name in (first, second) if second else ():
-        if reason is not None and reason.name.startswith(f"{name.upper()}_") and in_use(name):
-            return name
+    if second and reason is not None:
+        for name in (first, second):
+            if reason.name.startswith(f"{name.upper()}_") and in_use(name):
+                return name
     if second and not in_use(first) and in_use(second):
         return second
     return first if first in OPTIONS else ""

@@ -1470,6 +1470,31 @@ def test_random_numbers_of_the_host(draw):
     assert [draw(), draw()] == inside and before.moved()
 
 
+def test_random_numbers_of_another_thread(monkeypatch):
+    """Numbers that another thread draws during a warm-up come once, also if the warm-up cannot tell who drew them."""
+    monkeypatch.setattr(graphs_module, "others_may_use_gpu", lambda: "")
+    numbers, ends, asked, others_draw = [], threading.Event(), [], warmup.others_draw
+
+    def draw() -> None:
+        while not ends.wait(1e-4):
+            numbers.append(random.random())
+
+    def asking(seconds: float) -> bool:
+        asked.append(others_draw(max(seconds, 0.05)))
+        return asked[-1]
+
+    monkeypatch.setattr(warmup, "others_draw", asking)
+    model, thread = model_of(), threading.Thread(target=draw)
+    thread.start()
+    try:
+        found = run(model, one_step, graphs="auto")
+    finally:
+        ends.set()
+        thread.join()
+    assert len({*numbers}) == len(numbers) > 100
+    assert asked and all(asked) and "GRAPH_THREADS" in found["reasons"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "reason"),

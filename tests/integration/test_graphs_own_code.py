@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextvars
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,27 @@ TENSOR = torch.ones(1, dtype=torch.bfloat16, device=DEVICE)
 
 class Other:
     factor = 1.0
+
+
+class AttrDict(dict):
+    """Copying it, or asking whether it has an attribute, raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS, COUNTER, HOLDER = AttrDict(factor=1.0), {"calls": 0}, {"model": None}
+
+
+def count() -> float:
+    return 1.0 + COUNTER["calls"] / 8
+
+
+# What a layer reads from the script, and so must neither be copied, nor compared, nor kept alive.
+READERS: dict[str, Any] = {
+    "AttrDict": lambda x: torch.nn.functional.silu(x) * SETTINGS.factor,
+    "counter of a helper": lambda x: torch.nn.functional.silu(x) * count(),
+    "model": lambda x: torch.nn.functional.silu(x) * (HOLDER["model"] is not None),
+}
 
 
 class Dictionary(torch.nn.Module):
@@ -80,6 +103,30 @@ def test_a_layer_of_the_script():
 
     found = compared(make, step_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * 4
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_globals_that_a_layer_reads(reader):
+    """The layer runs eagerly, the others replay, and the model is freed although a global named it during the training."""
+    models = []
+
+    def make():
+        model = HOLDER["model"] = model_of()
+        mlp = layers_of(model)[0].mlp
+        mlp._modules.pop("act_fn")
+        mlp.act_fn = READERS[reader]
+        models.append(weakref.ref(model))
+        return model
+
+    def step_of(model, optimizer, step):
+        COUNTER["calls"], SETTINGS["factor"] = step, 1.0 + step
+        return graphed.one_step(model, optimizer, step)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * 4
+    HOLDER["model"] = None
+    gc.collect()
+    assert models[-1]() is None
 
 
 def test_a_sequential_that_is_reordered():

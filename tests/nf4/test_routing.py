@@ -90,7 +90,7 @@ def same(function, formula, *inputs, dtype):
 @pytest.mark.parametrize(("width", "adds"), [(1, True), (77, False), (77, True), (1030, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autograd_functions(dtype, width, adds, device):
-    where = order(device).for_kernels()
+    where = order(device).for_backward(True)
     tokens = where.slot_of // TOP_K
     hidden = random(TOKENS, width, device=device)
     same(lambda x: Gathered.apply(x, where, dtype), lambda x: x.to(dtype)[tokens], hidden, dtype=dtype)
@@ -99,7 +99,7 @@ def test_autograd_functions(dtype, width, adds, device):
     addend = addend if adds else None
 
     same(
-        lambda rows, addend: Gated.apply(rows, addend),
+        lambda rows, addend: Gated.apply(rows, addend)[0],
         lambda *each: reference.silu_and_mul(*each)[0],
         rows,
         addend,

@@ -153,10 +153,13 @@ def test_a_second_parametrization_stays_dense(patched):
         for stack in names:
             shape = getattr(module, stack).shape
             torch.nn.utils.parametrize.register_parametrization(module, stack, Plus(shape), unsafe=True)
-    ours = step(model)
-    assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 2  # the other layer's down_proj
-    patched.disable()
-    assert same(ours, step(model))
+    with torch.backends.mkldnn.flags(
+        enabled=False
+    ):  # with AVX-512, its bf16 products round by the layout of their inputs
+        ours = step(model)
+        assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 2  # the other layer's down_proj
+        patched.disable()
+        assert same(ours, step(model))
 
 
 def test_16_bit_experts(patched):
