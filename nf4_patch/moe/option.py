@@ -51,7 +51,7 @@ EXPERTS = Option(
                 covers, option="experts" if replace == "forward" else ALWAYS, only_own=replace == "forward",
             )
             for function, parameters, replace, covers in (
-                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "loading adapters in a layout that peft cannot read"),
+                ("config:PeftConfigMixin.from_json_file", ("cls", "path_json_file", "kwargs"), "read_config", "loading adapters in a layout that peft cannot read"),
                 ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters that name packed experts"),
                 ("tuners.lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
                  'LoRA on experts, computed without merging, with enable(experts="4bit") only'),
