@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parametrize
 
+from ..patching.originals import is_own
 from ..patching.placement import is_ours
 from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
 from ..patching.switch import switch
@@ -31,6 +32,7 @@ from .product import Lora
 from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
+LIGER = "liger_kernel.transformers.swiglu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Each rank is padded to a multiple of RANKS, because the rows in PyTorch's grouped_mm must be multiples of 16 bytes.
 RANKS = 8
@@ -106,9 +108,9 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
         packed: whether the stack is packed.
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
-    function = getattr(bound, "__func__", type(experts).forward)
+    function = type(experts).forward if bound is None else getattr(bound, "__func__", None)
     if is_ours(function):  # ``function`` replaces Liger's forward, and supports only packed experts.
-        return packed
+        return packed and is_own(function, LIGER, "forward")
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
         return False
@@ -120,9 +122,10 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
         or trait(experts, "_is_expert_parallel")
     ):
         return False
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations import moe
 
-    return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
+    serves = moe.ALL_EXPERTS_FUNCTIONS[implementation]
+    return is_ours(serves) and is_own(serves, moe.__name__, f"{implementation}_experts_forward")
 
 
 def forward(target: Target, original: Function) -> Function:
