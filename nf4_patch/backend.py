@@ -1,8 +1,10 @@
-"""The entry point that bitsandbytes loads as a backend.
+"""The entry points that bitsandbytes and PyTorch load as a backend.
 
-This file is installed outside the package nf4_patch, as the module ``_nf4_patch_backend``. So ``import bitsandbytes``
-works even if nf4_patch cannot be imported, for example because the folder of an editable install was moved.
+This file is installed outside the package nf4_patch, as the module ``_nf4_patch_backend``. So both libraries can be
+imported even if nf4_patch cannot, for example because the folder of an editable install was moved.
 """
+
+import os
 
 
 def load() -> None:
@@ -12,3 +14,13 @@ def load() -> None:
     except Exception:
         return
     _autoload()
+
+
+def load_early() -> None:
+    """Call ``load`` when PyTorch is imported, if a variable of nf4_patch is set.
+
+    transformers chooses a model's quantizer before it imports bitsandbytes. In a script that imports only transformers,
+    ``load`` alone would come too late for a checkpoint in MXFP4.
+    """
+    if any(name.startswith("NF4_PATCH") for name in os.environ):
+        load()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parametrize
 
+from ..patching.originals import is_own
 from ..patching.placement import is_ours
 from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
 from ..patching.switch import switch
@@ -31,6 +32,7 @@ from .product import Lora
 from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
+LIGER = "liger_kernel.transformers.swiglu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Each rank is padded to a multiple of RANKS, because the rows in PyTorch's grouped_mm must be multiples of 16 bytes.
 RANKS = 8
@@ -106,9 +108,9 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
         packed: whether the stack is packed.
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
-    function = getattr(bound, "__func__", type(experts).forward)
+    function = type(experts).forward if bound is None else getattr(bound, "__func__", None)
     if is_ours(function):  # ``function`` replaces Liger's forward, and supports only packed experts.
-        return packed
+        return packed and is_own(function, LIGER, "forward")
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
         return False
@@ -120,9 +122,10 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
         or trait(experts, "_is_expert_parallel")
     ):
         return False
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations import moe
 
-    return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
+    serves = moe.ALL_EXPERTS_FUNCTIONS[implementation]
+    return is_ours(serves) and is_own(serves, moe.__name__, f"{implementation}_experts_forward")
 
 
 def forward(target: Target, original: Function) -> Function:
@@ -199,17 +202,23 @@ LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 
 @around
-def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
-    """Replace ``_check_and_remove_unused_kwargs``, which removes unknown fields from an adapter's config.
+def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``PeftConfigMixin.from_json_file``, whose caller loses two facts about an adapter's file.
 
-    Two such fields are written by Unsloth, and name the layout of lora_B. The replacement keeps them in
-    ``auto_mapping``, where newer releases of Unsloth store a copy of them.
+    peft removes fields that it does not know. So the layout of lora_B, which Unsloth wrote, is copied to
+    ``auto_mapping``, where newer releases of Unsloth store it too. For a missing ``peft_version``, peft fills in its own
+    version. But peft writes the field since 0.18, and has ``target_parameters`` since 0.17.
     """
-    found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
-    kept, removed = original(cls, kwargs)
-    if found:
-        kept["auto_mapping"] = (kept.get("auto_mapping") or {}) | found
-    return kept, removed
+    written = original(cls, *args, **kwargs)
+    if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
+        written["auto_mapping"] = (written.get("auto_mapping") or {}) | found
+    if (
+        written.get("target_parameters")
+        and "peft_version" in cls.__dataclass_fields__
+        and not written.get("peft_version")
+    ):
+        written["peft_version"] = "0.17"
+    return written
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
@@ -242,7 +251,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         if earlier and shape[1] == shape[2] and not getattr(module, "is_transposed", False):
             raise ValueError(
                 f"peft {written} wrote this adapter and swapped A and B of {name}, {shape}. peft {peft.__version__} would load them "
-                "the wrong way round. Train the adapter again, or load it with peft 0.18"
+                'the wrong way round. Train the adapter again, or load it with peft 0.18. A file without "peft_version" counts as 0.17'
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
         by_unsloth = layout is not None or said.get("unsloth_fixed")
@@ -252,6 +261,35 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
                 "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "
                 f'docs/after-training.md shows, and write "{LAYOUT}": "rank_major" into adapter_config.json'
             )
+
+
+def refuse_copies(module_name: str, peft_config: Any) -> None:
+    """Raise an error if peft would copy a module with packed stacks while it injects an adapter.
+
+    The copy would hold the placeholders of ``seen_dense``.
+
+    Args:
+        module_name: the module's full name in the model.
+        peft_config: the configuration of the adapter.
+
+    Raises:
+        ValueError: ``modules_to_save`` names the module or a parent of it, or ``layer_replication`` is set.
+    """
+    parts = module_name.split(".")
+    parents = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    for wanted in getattr(peft_config, "modules_to_save", None) or ():
+        if any(parent.endswith(wanted) for parent in parents):
+            raise ValueError(
+                f"modules_to_save names {wanted!r}, but the experts in {module_name} are packed in 4 bits and cannot be trained. "
+                "modules_to_save may name modules without packed experts. Train these experts with LoRA "
+                '(target_parameters=["experts.gate_up_proj", "experts.down_proj"]), or load them in 16 bits '
+                '(llm_int8_skip_modules=["experts"])'
+            )
+    if getattr(peft_config, "layer_replication", None):
+        raise ValueError(
+            f"layer_replication copies layers, but the experts in {module_name} are packed in 4 bits. It works for experts in "
+            '16 bits only. Remove layer_replication, or load the experts in 16 bits (llm_int8_skip_modules=["experts"])'
+        )
 
 
 @around
@@ -266,13 +304,14 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
     on = switch.gates["experts"].on
     with ExitStack() as stack:
-        for module in list(model.modules()):
+        for module_name, module in list(model.named_modules(remove_duplicate=False)):
             chains, states = packed_chains(module), packed_states(module)
             managed = on or any(map(is_managed, chains.values()))
             if managed:
                 dense = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
                 refuse_layouts(module, states | dense, self.peft_config[adapter_name])
             if chains and managed and len(states) == len(module.parametrizations):
+                refuse_copies(module_name, self.peft_config[adapter_name])
                 end_caching(module)
                 for chain in chains.values():
                     chain.__class__ = Chain

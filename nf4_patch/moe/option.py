@@ -31,7 +31,7 @@ EXPERTS = Option(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_TRANSFORMERS,
                 FORWARD, f".moe.transformers:{name}",
                 f'{covers}, with enable(experts="4bit") only',
-                option="experts", only_own=True,
+                option="experts", own=(f"{name}_experts_forward",),
             )
             for name, covers in (
                 ("grouped_mm", "training, which saves packed experts for the backward instead of dense ones"),
@@ -42,16 +42,16 @@ EXPERTS = Option(
             "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
             FORWARD, ".moe.transformers:grouped_mm",
             'training of packed experts whose forward Liger replaced, with enable(experts="4bit") only',
-            option="experts", only_own=True,
+            option="experts", own=("forward",),
         ),
         *(
             PeftTarget(
                 f"peft.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".moe.lora:{replace}",
-                covers, option="experts" if replace == "forward" else ALWAYS, only_own=replace == "forward",
+                covers, option="experts" if replace == "forward" else ALWAYS, own=("forward",) if replace == "forward" else (),
             )
             for function, parameters, replace, covers in (
-                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "loading adapters in a layout that peft cannot read"),
+                ("config:PeftConfigMixin.from_json_file", ("cls", "path_json_file", "kwargs"), "read_config", "loading adapters in a layout that peft cannot read"),
                 ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters that name packed experts"),
                 ("tuners.lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
                  'LoRA on experts, computed without merging, with enable(experts="4bit") only'),

@@ -16,7 +16,7 @@ from .option import ConfigError as ConfigError
 VARIABLES = (
     Variable(
         "NF4_PATCH", (*SWITCH, FAST), "",
-        "1: turn the patch on without a change of code, when bitsandbytes >= 0.46 or nf4_patch is imported. "
+        "1: turn the patch on without a change of code, when torch, bitsandbytes >= 0.46 or nf4_patch is imported. "
         "fast: also turn on every option that needs no decision, as `enable(\"fast\")` does. "
         "0: keep the patch off, even if the code calls `enable()`. Unset: the code decides.",
     ),

@@ -169,14 +169,17 @@ def is_of_an_earlier_import(target: Target) -> bool:
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
-    """Return the value that a module, class or dict holds under a name."""
-    return holder.get(name, default) if isinstance(holder, dict) else getattr(holder, name, default)
+    """Return the value that a module, class or dict holds under a name. Of a class method, return the function."""
+    if isinstance(holder, dict):
+        return holder.get(name, default)
+    value = getattr(holder, name, default)
+    return value.__func__ if isinstance(holder, type) and isinstance(value, MethodType) else value
 
 
 def put(holder: Any, name: str, function: Any) -> None:
     """Set ``name`` in a module, dict or class to ``function``.
 
-    In a class, a static method stays static. If a class would inherit ``function`` under this name, the name is deleted
+    In a class, a static method and a class method stay what they are. If a class would inherit ``function`` under this name, the name is deleted
     from the class instead of being set.
     """
     if isinstance(holder, dict):
@@ -184,7 +187,8 @@ def put(holder: Any, name: str, function: Any) -> None:
     elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
         delattr(holder, name)
     else:
-        setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
+        kind = type(vars(holder).get(name))
+        setattr(holder, name, kind(function) if kind in (staticmethod, classmethod) else function)
 
 
 def is_ours(function: Any) -> bool:
@@ -198,8 +202,6 @@ def is_ours(function: Any) -> bool:
 
 def refusal_of(target: Target, function: Any) -> str:
     """Return why ``function`` cannot be replaced, or "" if it can."""
-    if target.only_own and (getattr(function, "__module__", None) or "").partition(".")[0] != target.library:
-        return f"it is not {target.library}'s own function, so it runs unchanged"
     if target.parameters is ANY:
         return ""
     try:

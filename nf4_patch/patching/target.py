@@ -34,8 +34,6 @@ class Target:
         after: a module. The row is installed when this module is imported, instead of the function's own module.
         uncounted: for a function whose calls are not counted as hits, the note that ``status()`` shows.
         patch_copies: also replace the function in modules that imported it by name.
-        only_own: replace only the library's own function, because the replacement computes its result in another way. A
-            function that someone put in its place, such as a wrapper, is not replaced.
         own: names in the code of the library's function, if the replacement computes the function's result itself. If
             somebody else replaced the function, theirs runs (Reason.REPLACED). Empty for a dequantization, which can
             mean only one thing.
@@ -54,7 +52,6 @@ class Target:
     after: str = ""
     uncounted: str = ""
     patch_copies: bool = False
-    only_own: bool = False
     own: tuple[str, ...] = ()
     computes: tuple[str, ...] = ()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import statistics
+import sys
 import weakref
 
 import pytest
 import tiny_experts
 import torch
+import transformers
 from alternation import crossed
 from peft import LoraConfig, get_peft_model
 from target import Seen
@@ -18,6 +21,7 @@ from tiny_experts import (
     CHECKPOINTING,
     DEVICE,
     LAYERS,
+    STACKS,
     Layer,
     dense_of,
     experts_of,
@@ -36,12 +40,15 @@ from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.placement import installed
+from nf4_patch.patching.placement import get_attr, put
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 GROUPED = f"{EXPERTS_INTERFACE}.grouped_mm".replace(":", ".")
+PARAM_WRAPPER = "peft.tuners.lora.layer.ParamWrapper.forward"
+modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
 
 
 class Own:
@@ -334,28 +341,84 @@ def test_a_trained_down_proj_under_lora_and_a_users_parametrization(name, how, o
     assert max(error(found[key], want[key]) for key in want) < 1e-5
 
 
-def test_a_registered_function_runs_unchanged(patched):
-    """Somebody's function under the name "grouped_mm" stays in place, and LoRA is added by peft's own code."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+def doubling(function, wrapped):
+    def theirs(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
 
+    theirs.__signature__ = inspect.signature(function)
+    return functools.wraps(function)(theirs) if wrapped else theirs
+
+
+@pytest.mark.parametrize("stacks", [(), STACKS], ids=["16 bits", "packed"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", [GROUPED, PARAM_WRAPPER])
+def test_a_function_that_somebody_put_in_place_runs(place, when, wrapped, stacks, patched):
+    """Their function runs with peft's own LoRA. functools.wraps makes it look like the library's."""
+    target = next(target for target in TARGETS if target.name == place)
+    holder = target.holder(sys.modules[target.module])
     patched.disable()
-    library = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-
-    def mine(self, hidden_states, top_k_index, top_k_weights):
-        return 2 * library(self, hidden_states, top_k_index, top_k_weights)
-
+    library = get_attr(*holder)
     try:
-        type(ALL_EXPERTS_FUNCTIONS).register("grouped_mm", mine)
-        model = with_lora(model_of("qwen3", torch.float32, lora=False, stacks=()))
-        want = step(model)
+        if when == "after":
+            patched.enable(**ON)
+        put(*holder, doubling(get_attr(*holder), wrapped))
         patched.enable(**ON)
-        assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is mine and same(step(model), want)
-        assert "not transformers's own" in str(installed[GROUPED].refusal)
+        model = with_lora(model_of("qwen3", torch.float32, lora=False, stacks=stacks))
+        counters.reset()
+        found = step(model)
+        refused = counters.fallbacks[place, Reason.REPLACED]
+        ours = when == "after" and place == PARAM_WRAPPER  # their wrapper calls our replacement
+        assert bool(refused) == (when == "before") and bool(hits()) == (ours and stacks != ())
+        patched.disable()
+        want = step(model)
+        assert max(error(found[key], want[key]) for key in want) < 1e-5 if ours else same(found, want)
+        put(*holder, library)
+        assert not same(step(model), want)
     finally:
         patched.disable()
-        type(ALL_EXPERTS_FUNCTIONS).register("grouped_mm", library)
+        put(*holder, library)
     patched.enable(**ON)
-    assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is not library and not installed[GROUPED].refusal
+    assert get_attr(*holder) is not library and same(step(model), step(with_lora(model.unload())))
+    assert not counters.fallbacks[place, Reason.REPLACED] or when == "before"
+
+
+def by_subclass(monkeypatch):
+    class MyExperts(modeling.Qwen3MoeExperts):
+        def forward(self, *args):
+            return 2 * super().forward(*args)
+
+    monkeypatch.setattr(modeling, "Qwen3MoeExperts", MyExperts)
+
+
+def by_class(monkeypatch):
+    kind = modeling.Qwen3MoeExperts
+    monkeypatch.setattr(kind, "forward", doubling(kind.forward, wrapped=True))
+
+
+def by_instance(module):
+    module.forward = doubling(type(module).forward.__get__(module), wrapped=True)
+
+
+def alone(module):
+    """The module's new forward calls nothing of the library."""
+    module.forward = lambda x, ids, weights: x + module.down_proj.sum() + module.gate_up_proj.sum()
+
+
+@pytest.mark.parametrize("stacks", [(), STACKS], ids=["16 bits", "packed"])
+@pytest.mark.parametrize("way", [by_subclass, by_class, by_instance, alone, "eager"])
+def test_an_own_forward_of_the_experts_runs(way, stacks, patched, monkeypatch):
+    if way in (by_subclass, by_class):
+        way(monkeypatch)
+    model = model_of("qwen3", torch.float32, lora=False, stacks=stacks)
+    for module in experts_of(model) * (way in (by_instance, alone)):
+        way(module)
+    if way == "eager":
+        model.set_experts_implementation("eager")
+    model = with_lora(model)
+    found = step(model)
+    patched.disable()
+    assert not hits() and same(found, step(model))
 
 
 @pytest.mark.parametrize("trains", [(), ("down_proj",)])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 import itertools
 import json
 import logging
+import os
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import bitsandbytes.functional as F
@@ -16,6 +20,7 @@ import torch
 from alternation import crossed
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from peft import PeftModel
+from run_example import completed
 from safetensors.torch import load_file, save_file
 from subprocess_python import program
 from tiny_experts import (
@@ -567,6 +572,25 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())
+
+
+@pytest.mark.parametrize(
+    ("words", "before"),
+    [((), ""), ((), "import trl"), (("-m", "nf4_patch", "run"), "")],
+    ids=["transformers", "trl", "run"],
+)
+def test_gpt_oss_in_mxfp4_by_variables_alone(mxfp4, words, before, tmp_path):
+    """transformers chooses the quantizer before anything imports bitsandbytes, and torch loads the entry point."""
+    if not (words or importlib.metadata.entry_points(group="torch.backends", name="nf4_patch")):
+        assert not os.environ.get("CI"), "the installed package has no such entry point: install it again"
+        pytest.skip("nf4_patch is not installed, or without this entry point")
+    folder, stacks = mxfp4
+    script = Path(__file__).parents[1] / "programs" / "experts_by_environment.py"
+    (tmp_path / "train.py").write_text(f"{before}\n{script.read_text()}")
+    variables = {"NF4_PATCH_EXPERTS": "4bit"} | ({} if words else {"NF4_PATCH": "1"})
+    done = completed((sys.executable, *words, tmp_path / "train.py", folder), tmp_path, **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == str(len(stacks))
 
 
 @pytest.mark.parametrize(("storage", "elements"), [(torch.bfloat16, 1026), (torch.float32, 1028)])

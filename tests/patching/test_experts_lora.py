@@ -10,12 +10,13 @@ import sys
 import types
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from accelerate import cpu_offload
 from alternation import alternating, crossed
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from subprocess_python import EVERY_KERNEL, program
@@ -36,6 +37,7 @@ from tiny_experts import (
     hits,
     ids_of,
     in_4bit,
+    is_parametrized,
     loaded,
     model_of,
     random_model,
@@ -193,10 +195,13 @@ def test_files_are_pefts(option, tmp_path):
 SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 32}}  # gate_up_proj
 
 
+@pytest.mark.parametrize("version", [{"peft_version": "0.18.1"}, {}], ids=["0.18", "none"])
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_adapter_of_peft_before_0_19(name, stack, tmp_path):
-    """Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks were never swapped."""
+def test_an_adapter_of_peft_before_0_19(name, stack, version, tmp_path):
+    """peft 0.17 names no version in the file.
+
+    Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks were never swapped."""
 
     def packed():
         model = random_model(name, device=DEVICE, **SQUARE[name])
@@ -209,10 +214,14 @@ def test_an_adapter_of_peft_before_0_19(name, stack, tmp_path):
     model.save_pretrained(tmp_path)
     assert torch.equal(PeftModel.from_pretrained(packed(), tmp_path)(input_ids=ids_of(4)).logits, want)
     file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": "0.18.1"}))
+    written = {key: value for key, value in json.loads(file.read_text()).items() if key != "peft_version"}
+    file.write_text(json.dumps(written | version))
     if (name, stack) == ("qwen3", "gate_up_proj"):
-        with pytest.raises(ValueError, match=r"peft 0\.18\.1 wrote .*gate_up_proj, \[6, 64, 64\]"):
+        found = version.get("peft_version", "0.17").replace(".", r"\.")
+        with pytest.raises(ValueError, match=rf"peft {found} wrote .*gate_up_proj, \[6, 64, 64\]"):
             PeftModel.from_pretrained(packed(), tmp_path)
+        with pytest.raises(ValueError, match=rf"peft {found} wrote"):
+            packed().load_adapter(tmp_path)
     else:
         assert torch.equal(PeftModel.from_pretrained(packed(), tmp_path)(input_ids=ids_of(4)).logits, want)
 
@@ -306,6 +315,25 @@ def test_the_layout_of_unsloth_reordered(tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(model.unload(), tmp_path)), want)
 
 
+def test_a_version_is_filled_in_as_peft_does(tmp_path):
+    """A new adapter, and a file without experts, get the version of the peft that is installed."""
+    square = random_model("qwen3", device=DEVICE, **SQUARE["qwen3"])
+    model = with_lora(square)  # a new adapter on square experts is not refused
+    assert model.peft_config["default"].peft_version == peft.__version__
+    for config, version in (
+        (LoraConfig(target_modules=["q_proj"]), peft.__version__),
+        (model.peft_config["default"], "0.17"),
+    ):
+        config.save_pretrained(tmp_path)
+        file = tmp_path / "adapter_config.json"
+        written = json.loads(file.read_text())
+        assert written.pop("peft_version") == peft.__version__
+        file.write_text(json.dumps(written))
+        for kind in (PeftConfig, LoraConfig):
+            found = kind.from_pretrained(tmp_path)
+            assert type(found) is LoraConfig and found.peft_version == version
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_adapter_of_another_kind(packed):
     """An adapter without target_parameters, such as IA3, works."""
@@ -348,6 +376,43 @@ def second(model):
         if "second" in name:
             value.data = torch.empty(value.shape).normal_(0, 0.05, generator=generator).to(value)
     return model
+
+
+COPIED = {
+    "experts": ({"modules_to_save": ["experts"]}, "modules_to_save names 'experts'.*target_parameters="),
+    "a parent": (
+        {"modules_to_save": ["norm", "layers.1.mlp"]},
+        r"'layers\.1\.mlp', but the experts in .*layers\.1\.mlp",
+    ),
+    "replicated": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication.*llm_int8_skip_modules"),
+}
+
+
+@pytest.mark.parametrize("how", COPIED)
+@pytest.mark.parametrize("second", [False, True])
+def test_a_copy_of_packed_experts_is_refused(how, second):
+    """peft would copy the placeholders that it sees in place of the packed stacks."""
+    changes, message = COPIED[how]
+    model = model_of("qwen3", lora=False)
+    before, kinds = bytes_of(model), [type(module) for module in experts_of(model)]
+    config = LoraConfig(r=2, target_modules=["q_proj"], **changes)
+    model = with_lora(model) if second else model
+    want = logits(model)
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter("second", config) if second else get_peft_model(model, config)
+    assert [type(module) for module in experts_of(model) if is_parametrized(module)] == kinds
+    assert all(map(torch.equal, bytes_of(model), before)) and torch.equal(logits(model), want)
+
+
+@pytest.mark.parametrize("how", COPIED)
+def test_a_copy_of_experts_in_16_bits_is_pefts(how, stock):
+    """Other modules may be copied beside packed experts, too."""
+    changes = {**COPIED[how][0], "target_parameters": None}
+    dense = dense_of(model_of("qwen3", lora=False))
+    assert same(step(with_lora(copy.deepcopy(dense), **changes)), stock(dense, **changes))
+    model = model_of("qwen3", lora=False)
+    changes = {"modules_to_save": ["norm", "lm_head"], "target_parameters": None}
+    assert any("modules_to_save" in name for name in step(with_lora(model, **changes)))
 
 
 def test_experts_that_run_before_others_are_asked():
