@@ -1421,41 +1421,6 @@ def test_two_threads():
 # --- what cannot be captured, and what goes wrong ---
 
 
-class Altered(torch.nn.Module):
-    """An MLP that does something more."""
-
-    def __init__(self, inner: Any, kind: str):
-        super().__init__()
-        self.inner, self.kind, self.calls = inner, kind, 0
-
-    def forward(self, x):
-        if self.kind == "synchronizes":
-            x = x * (1 + 0 * int(x.sum().isnan().item()))
-        if self.kind == "waits":
-            torch.cuda.synchronize()
-        if self.kind == "random":
-            x = x * (1 + random.random() / 8)
-        if self.kind == "counts":
-            self.calls += 1
-            x = x * (1 + self.calls / 64)
-        if self.kind == "keeps":
-            return Keeping.apply(self.inner(x))
-        return self.inner(x)
-
-
-class Keeping(torch.autograd.Function):
-    """Keeps a tensor on ctx without save_for_backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.kept = x.sigmoid()
-        return x * ctx.kept
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.kept
-
-
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item()])
 def test_random_numbers_of_the_host(draw):
     """A capture notices random numbers that the layer draws on the host, and restores the generator."""
@@ -1509,7 +1474,7 @@ def test_layers_that_cannot_be_captured(kind, reason):
         model = model_of()
         if kind == "counts":  # a recompute counts too: only a reentrant checkpoint takes that
             model = model_of(reentrant=True)
-        layers_of(model)[1].mlp = Altered(layers_of(model)[1].mlp, kind)
+        layers_of(model)[1].mlp = REMOTE.Altered(layers_of(model)[1].mlp, kind)
         return model
 
     if kind == "random":  # the recompute of a checkpoint draws another number

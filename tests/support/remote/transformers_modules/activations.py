@@ -1,5 +1,8 @@
 """Activations as remote code of transformers would define them: graphs count this code as a library's."""
 
+import random
+from typing import Any
+
 import torch
 
 
@@ -93,3 +96,38 @@ class Router(torch.nn.Module):
     def forward(self, x):
         ROUTED.append(x.float().square().mean())
         return self.inner(x)
+
+
+class Altered(torch.nn.Module):
+    """An MLP that does something more."""
+
+    def __init__(self, inner: Any, kind: str):
+        super().__init__()
+        self.inner, self.kind, self.calls = inner, kind, 0
+
+    def forward(self, x):
+        if self.kind == "synchronizes":
+            x = x * (1 + 0 * int(x.sum().isnan().item()))
+        if self.kind == "waits":
+            torch.cuda.synchronize()
+        if self.kind == "random":
+            x = x * (1 + random.random() / 8)
+        if self.kind == "counts":
+            self.calls += 1
+            x = x * (1 + self.calls / 64)
+        if self.kind == "keeps":
+            return Keeping.apply(self.inner(x))
+        return self.inner(x)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor on ctx without save_for_backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.sigmoid()
+        return x * ctx.kept
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.kept
