@@ -110,7 +110,7 @@ class Reason(enum.Enum):
     )
     GRAPH_NOT_CHECKPOINTED = (
         "the decoder layer trains without gradient checkpointing",
-        "train with gradient_checkpointing=True",
+        'train with gradient_checkpointing=True, or enable(activations="auto")',
     )
     GRAPH_NOT_TRAINING = (
         "the decoder layer runs in evaluation mode or without gradients, and without a static cache",
