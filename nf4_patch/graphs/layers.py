@@ -593,9 +593,10 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
         except Unsupported as error:
             warn_of_wrong_results(self, args, kwargs)
             return refused(Refused(Reason.GRAPH_ARGUMENTS, str(error)))
-        recorder = graphs.recorders.get(x.get_device())
-        if recorder is not None and stream_of(recorder.device) != recorder.replay_stream:
-            return Reason.GRAPH_STREAM
+        recorder, keeper = graphs.recorders.get(x.get_device()), graphs.keepers.get(x.get_device())
+        for each in (recorder, keeper and keeper.recorder):
+            if each is not None and stream_of(each.device) != each.replay_stream:
+                return Reason.GRAPH_STREAM
         trains, checkpointed = static_cache is None, static_cache is not None or self.gradient_checkpointing
         why = why_not_kept(self, x, args, kwargs) if trains and activations.mode != "off" else Reason.ACTIVATIONS_BUDGET
         graph = graphs.recording(key, self) if checkpointed else None
@@ -621,9 +622,8 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
                 return refused(found)
             return found
 
-        keeper = graphs.keepers.get(x.get_device())
         keeps = kept is not None and kept.may_forward()
-        # whether the activations of this layer may be kept in memory in which nothing waits
+        # whether the layer can be recorded now as one that keeps its activations
         open_ = why is None and not keeps and (keeper is None or keeper.is_open())
         if open_ and kept is not None and not (keeper is not None and keeper.continues(key)):
             open_ = False  # the layer was recorded together with others, whose order is another one in this call
