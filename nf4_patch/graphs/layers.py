@@ -594,7 +594,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
             warn_of_wrong_results(self, args, kwargs)
             return refused(Refused(Reason.GRAPH_ARGUMENTS, str(error)))
         recorder, keeper = graphs.recorders.get(x.get_device()), graphs.keepers.get(x.get_device())
-        for each in (recorder, keeper and keeper.recorder):
+        for each in (recorder, None if keeper is None else keeper.recorder):
             if each is not None and stream_of(each.device) != each.replay_stream:
                 return Reason.GRAPH_STREAM
         trains, checkpointed = static_cache is None, static_cache is not None or self.gradient_checkpointing
