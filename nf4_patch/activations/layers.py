@@ -326,7 +326,7 @@ def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, record: Record) -> Reason | None:
     """Return the Reason why this call of a layer has to run with its checkpoint, or None if its activations may be kept."""
-    if checkpoint is None:
+    if checkpoint is None or checkpoint.saves_on_host or not checkpoint.preserves_rng:
         return Reason.ACTIVATIONS_CHECKPOINT
     if checkpoint.offloads and x.dtype is torch.float32:  # Unsloth rounds it to bf16
         return Reason.ACTIVATIONS_CHECKPOINT

@@ -7,16 +7,9 @@ import functools
 from collections.abc import Iterator
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
-UNSLOTH = "unsloth_zoo.gradient_checkpointing"  # the Python module of Unsloth's checkpoint
 MINIMUM_NBYTES = 2 * 2**20  # smaller inputs stay on the GPU, as with Unsloth
-
-
-def offloads(reentrant: bool) -> bool:
-    """Return whether Unsloth's checkpoint is active, which moves the inputs of layers to host memory."""
-    return reentrant and torch.utils.checkpoint.CheckpointFunction.__module__ == UNSLOTH
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..memory.spare import spare
 from ..memory.waits import Waits
 from ..nf4 import runtime
 from ..patching import context
-from ..patching.checkpoint import checkpoint_of
+from ..patching.checkpoint import Checkpoint, checkpoint_of
 from ..patching.counters import warn_once
 from ..patching.module_hooks import HOOKS_ON_ALL
 from ..patching.reasons import Reason
@@ -34,10 +33,10 @@ from .arguments import DROPPED, Unsupported, flattened, replaced, signature
 from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped
 from .fingerprint import Fingerprint
 from .generation import GraphedForward
-from .input_offload import MINIMUM_NBYTES, UNSLOTH, OffloadedInput, offloads
+from .input_offload import MINIMUM_NBYTES, OffloadedInput
 from .kept import Keeper, KeptLayer, Token, kept_by
 from .option import WAIT_FOR_PYTHON
-from .own_code import cells_of, functions_in, hooks_on_activations, is_library
+from .own_code import hooks_on_activations
 from .recorder import Recorder, give_back
 from .refusal import Refusal, Refused
 from .shapes import RECORDED_AT, Graphs, is_due
@@ -59,9 +58,6 @@ HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parame
 # CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
 # older architectures
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
-# CHECKPOINTS: Python modules and names of the checkpoint functions that a replay can replace
-UNSLOTHS = UNSLOTH, "unsloth_checkpoint"
-CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
 WRONG_TOKENS = (
     "nf4_patch: generate() in training mode with gradient checkpointing gives wrong tokens, because transformers then ignores "
     "the cache of keys and values: call model.eval() before generate()"
@@ -245,10 +241,6 @@ def replay_kept(graph: KeptLayer, call: Call, x: Tensor) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
-def self_saves_on_host(layer: Any) -> bool:
-    return bool(checkpoint_options(layer._gradient_checkpointing_func)["saves_on_host"])
-
-
 def replay_on_host(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     """Replay a layer whose input transformers' option ``offload`` keeps in host memory."""
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
@@ -265,71 +257,14 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callabl
     return y if graph.others is None else (y, *graph.others)
 
 
-def is_reentrant(layer: Any, static_cache: Any) -> bool:
-    """Return whether the layer trains under a reentrant checkpoint."""
-    return (
-        static_cache is None
-        and layer.gradient_checkpointing
-        and bool(checkpoint_options(layer._gradient_checkpointing_func)["use_reentrant"])
-    )
+def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
+    """Return how the layer is checkpointed in this call: not at all if it generates or is set so, None if in an unknown way."""
+    if static_cache is not None or not layer.gradient_checkpointing:
+        return NOT_CHECKPOINTED
+    return checkpoint_of(layer._gradient_checkpointing_func)
 
 
-def checkpoint_options(function: Any) -> dict[str, Any]:
-    """Return the keyword arguments that the layer passes to its checkpoint function.
-
-    Return an empty dict if a replay cannot replace the layer's checkpoint function.
-    """
-    function = function if type(function) is partial else partial(function)
-    name = getattr(function.func, "__module__", ""), getattr(function.func, "__name__", "")
-    # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
-    module = getattr(function.func, "__globals__", {}).get("__name__")
-    options = {"use_reentrant": None, "preserve_rng_state": True, "saves_on_host": False, **function.keywords}
-    # These two change no result. A check of the recompute can only raise an error, and its end only saves time.
-    for option, values in UNIMPORTANT.items():
-        if options.pop(option, values[0]) not in values:
-            return {}
-    if len(options) != 3 or function.args:
-        return {}
-    if is_offloading(function.func):
-        inner = checkpoint_options(partial(function.func.__globals__["checkpoint"], **function.keywords))
-        return {**inner, "saves_on_host": True} if inner and not inner["saves_on_host"] else {}
-    if is_setting(function.func):
-        inner, value = cells_of(function.func)
-        return checkpoint_options(partial(inner, **{**function.keywords, "use_reentrant": value}))
-    # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
-    options["use_reentrant"] = options["use_reentrant"] is not False or name == UNSLOTHS
-    return options if name in CHECKPOINTS and module in ("torch._compile", name[0]) else {}
-
-
-# UNIMPORTANT: options of PyTorch's checkpoint and the values that a replay can replace, the default first
-UNIMPORTANT = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
-
-
-def is_offloading(function: Any) -> bool:
-    """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
-    models: Any = sys.modules.get("transformers.modeling_utils")
-    enable = getattr(getattr(models, "PreTrainedModel", None), "gradient_checkpointing_enable", None)
-    code = getattr(function, "__code__", None)
-    return code is not None and any(code in e.__code__.co_consts for e in functions_in(enable) if is_library(e))
-
-
-def setting(checkpoint: Function, value: Any) -> Function:
-    def wrapper(*args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-        return checkpoint(*args, use_reentrant=value, **kwargs)
-
-    return wrapper
-
-
-def is_setting(function: Any) -> bool:
-    """Return whether a wrapper only sets ``use_reentrant``: its code is that of ``setting``. ms-swift has such a wrapper."""
-    code, ours = getattr(function, "__code__", None), setting(print, None).__code__
-    if code is None or attributes_of_code(code) != attributes_of_code(ours):
-        return False
-    inner, value = cells_of(function)
-    return callable(inner) and (value is None or type(value) is bool)
-
-
-attributes_of_code = attrgetter("co_code", "co_consts", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names")
+NOT_CHECKPOINTED = Checkpoint(reentrant=False, offloads=False)
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -357,7 +292,7 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
     Args:
         generates: whether the call writes a StaticCache.
     """
-    options: dict[str, Any] = {"use_reentrant": False}
+    checkpoint: Checkpoint | None = NOT_CHECKPOINTED
     if not generates:
         if not (layer.training and torch.is_grad_enabled()):
             return Reason.GRAPH_NOT_TRAINING
@@ -366,16 +301,18 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
                 return Reason.GRAPH_NOT_CHECKPOINTED
             if context.saved_tensors_hooks(False) is not None:
                 return Reason.GRAPH_MODE
-        elif not (options := checkpoint_options(layer._gradient_checkpointing_func)):
-            return Reason.GRAPH_CHECKPOINT
+        else:
+            checkpoint = checkpoint_for(layer)
+    if checkpoint is None:
+        return Reason.GRAPH_CHECKPOINT
     if not args or not isinstance(args[0], Tensor):
         return Reason.GRAPH_ARGUMENTS
     if not runtime.runs_on(args[0]):
         return Reason.NOT_CUDA
     # A reentrant checkpoint gives no gradients if its input requires none.
-    if not args[0].requires_grad and options["use_reentrant"]:
+    if not args[0].requires_grad and checkpoint.reentrant:
         return Reason.GRAPH_ARGUMENTS
-    if args[0].dtype is torch.float32 and offloads(options["use_reentrant"]):  # Unsloth rounds it to bf16
+    if args[0].dtype is torch.float32 and checkpoint.offloads:  # Unsloth rounds it to bf16
         return Reason.GRAPH_CHECKPOINT
     if (watcher := context.watched()) is not None:
         return watcher
@@ -407,7 +344,8 @@ def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
             warn_once(WRONG_TOKENS)
         return
     shares = getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False) and kwargs.get("shared_kv_states")
-    if shares and checkpoint_options(layer._gradient_checkpointing_func).get("use_reentrant"):
+    checkpoint = checkpoint_for(layer) if shares else None
+    if checkpoint is not None and checkpoint.reentrant:
         warn_once(WRONG_GRADIENTS)
 
 
@@ -532,7 +470,8 @@ def captured(
                     trains
                     and not keeps
                     and graph.is_random
-                    and not checkpoint_options(layer._gradient_checkpointing_func)["preserve_rng_state"]
+                    and (checkpoint := checkpoint_for(layer)) is not None
+                    and not checkpoint.preserves_rng
                 ):
                     graph.reset()
                     return Refused(Reason.GRAPH_CHECKPOINT, "it draws random numbers, and preserve_rng_state is False")
@@ -587,7 +526,8 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
             plain = kwargs if static_cache is None else {**kwargs, cache_name: None}
             layouts = signature(args, tensors), signature(plain, tensors)
             # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
-            reentrant = is_reentrant(self, static_cache)
+            checkpoint = checkpoint_for(self, static_cache) or NOT_CHECKPOINTED
+            reentrant = checkpoint.reentrant
             mode = x.requires_grad and static_cache is None, reentrant
             key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
         except Unsupported as error:
@@ -675,10 +615,10 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
             return Reason.GRAPH_REUSED
         if trains and activations.mode != "off":
             keeping.note(self, x, why if not keeps else None, used.nbytes if keeps else 0)
-        call = Call(used, environment, tensors[1:], repeat, not keeps and offloads(reentrant), fallbacks)
+        call = Call(used, environment, tensors[1:], repeat, not keeps and checkpoint.offloads, fallbacks)
         if keeps:
             return replay_kept, used, call, x
-        if not self_saves_on_host(self):
+        if not checkpoint.saves_on_host:
             return replay, used, call, x
         return replay_on_host, used, call, x
 
@@ -702,8 +642,10 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
                 raise Refusal(Reason.GRAPH_STATE, "a call writes into a list or dict among its arguments")
             return result
 
-        generates, reentrant = static_cache is not None, is_reentrant(self, static_cache)
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, reentrant, static_cache)
+        generates, checkpoint = static_cache is not None, checkpoint_for(self, static_cache) or NOT_CHECKPOINTED
+        return Task(
+            self, function, tensors[0], tensors[1:], environment, fingerprint, checkpoint.reentrant, static_cache
+        )
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` as the layer's checkpoint function."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
@@ -10,9 +13,9 @@ import torch.utils.checkpoint
 UNSLOTH = "unsloth_zoo.gradient_checkpointing"  # the Python module of Unsloth's checkpoint
 UNSLOTHS = UNSLOTH, "unsloth_checkpoint"
 CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
-# Options of a checkpoint that do not change what the layer computes. A checkpoint with other options, such as
-# ``context_fn``, is not recognized.
-HARMLESS = {"use_reentrant", "preserve_rng_state", "determinism_check", "early_stop"}
+# Options that do not change what the layer computes, and their harmless values. A check of the recompute can only raise an
+# error, and its early end only saves time. A checkpoint with other options, such as ``context_fn``, is not recognized.
+HARMLESS = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
 
 
 class Checkpoint(NamedTuple):
@@ -20,23 +23,58 @@ class Checkpoint(NamedTuple):
 
     reentrant: bool
     offloads: bool  # whether the layer's input waits for the backward in host memory, as with Unsloth's "unsloth"
+    preserves_rng: bool = True  # whether the recompute draws the same random numbers
+    saves_on_host: bool = False  # whether transformers' option ``offload`` keeps the layer's input in host memory
 
 
 def checkpoint_of(function: Any) -> Checkpoint | None:
-    """Return how a checkpoint function works. Return None if it is neither PyTorch's nor Unsloth's, or has other options.
-
-    Without ``preserve_rng_state``, the recompute draws other random numbers, so the result is None, too.
-    """
+    """Return how a checkpoint function works. Return None if it is neither PyTorch's nor Unsloth's, or has other options."""
     function = function if type(function) is partial else partial(function)
-    name = getattr(function.func, "__module__", ""), getattr(function.func, "__name__", "")
+    inner, options = function.func, dict(function.keywords)
+    if function.args or any(options.pop(name, values[0]) not in values for name, values in HARMLESS.items()):
+        return None
+    reentrant, preserves_rng = options.pop("use_reentrant", None), options.pop("preserve_rng_state", True)
+    if options:
+        return None
+    name = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
     # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
-    module = getattr(function.func, "__globals__", {}).get("__name__")
-    if name not in CHECKPOINTS or module not in ("torch._compile", name[0]) or function.args:
-        return None
-    options = function.keywords
-    if not HARMLESS.issuperset(options) or not options.get("preserve_rng_state", True):
-        return None
-    # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
-    reentrant = options.get("use_reentrant") is not False or name == UNSLOTHS
-    class_of_reentrant: Any = torch.utils.checkpoint.CheckpointFunction
-    return Checkpoint(reentrant, reentrant and class_of_reentrant.__module__ == UNSLOTH)
+    module = getattr(inner, "__globals__", {}).get("__name__")
+    if name in CHECKPOINTS and module in ("torch._compile", name[0]):
+        # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
+        reentrant = reentrant is not False or name == UNSLOTHS
+        kind: Any = torch.utils.checkpoint.CheckpointFunction
+        return Checkpoint(reentrant, reentrant and kind.__module__ == UNSLOTH, bool(preserves_rng))
+    if is_offloading(inner):
+        found = checkpoint_of(partial(inner.__globals__["checkpoint"], **function.keywords))
+        return None if found is None or found.saves_on_host else found._replace(saves_on_host=True)
+    if is_setting(inner):
+        wrapped, value = (cell.cell_contents for cell in inner.__closure__)
+        return checkpoint_of(partial(wrapped, **{**function.keywords, "use_reentrant": value}))
+    return None
+
+
+def is_offloading(function: Any) -> bool:
+    """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
+    models = sys.modules.get("transformers.modeling_utils")
+    name = getattr(function, "__qualname__", "")
+    is_local = name.startswith("PreTrainedModel.gradient_checkpointing_enable.<locals>.")
+    return is_local and models is not None and function.__globals__ is vars(models)
+
+
+def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    def wrapper(*args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+        return checkpoint(*args, use_reentrant=value, **kwargs)
+
+    return wrapper
+
+
+def is_setting(function: Any) -> bool:
+    """Return whether a wrapper only sets ``use_reentrant``: its code is that of ``setting``. ms-swift has such a wrapper."""
+    code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
+    if code is None or attributes_of_code(code) != attributes_of_code(ours):
+        return False
+    inner, value = (cell.cell_contents for cell in function.__closure__)
+    return callable(inner) and (value is None or type(value) is bool)
+
+
+attributes_of_code = attrgetter("co_code", "co_consts", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names")

@@ -42,9 +42,10 @@ from nf4_patch.graphs import shapes as shapes_module
 from nf4_patch.graphs import warmup
 from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
-from nf4_patch.graphs.input_offload import UNSLOTH, OffloadedInput
+from nf4_patch.graphs.input_offload import OffloadedInput
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.moe import launch as experts_launch
+from nf4_patch.patching.checkpoint import UNSLOTH
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 

@@ -15,8 +15,8 @@ import torch
 from test_graphed_layers import DEVICE, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.layers import checkpoint_options, setting
 from nf4_patch.graphs.own_code import is_library
+from nf4_patch.patching.checkpoint import checkpoint_of, setting
 
 clean = graphed.clean
 NAMESPACE, TABLE, LIST = argparse.Namespace(factor=1.0), {"factor": 1.0}, [1.0]
@@ -254,13 +254,13 @@ def test_options_of_transformers(options):
 def test_the_checkpoint_of_offload():
     model = model_of()
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
-    found = checkpoint_options(layers_of(model)[0]._gradient_checkpointing_func)
-    assert found["saves_on_host"] and not found["use_reentrant"]
+    found = checkpoint_of(layers_of(model)[0]._gradient_checkpointing_func)
+    assert found.saves_on_host and not found.reentrant
 
 
 def test_a_wrapper_that_sets_use_reentrant():
     """As ms-swift has it."""
     checkpoint = torch.utils.checkpoint.checkpoint
-    assert checkpoint_options(partial(setting(checkpoint, False), use_reentrant=True))["use_reentrant"] is False
-    assert checkpoint_options(partial(setting(checkpoint, None), use_reentrant=False))["use_reentrant"] is True
-    assert not checkpoint_options(partial(lambda *a, use_reentrant=None, **k: checkpoint(*a, use_reentrant=True), x=1))
+    assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
+    assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True
+    assert not checkpoint_of(partial(lambda *a, use_reentrant=None, **k: checkpoint(*a, use_reentrant=True), x=1))

@@ -160,9 +160,9 @@ for reentrant in (True, False):
 print("cached")
 # layers that run as CUDA graphs know Unsloth's checkpoint by its names
 from functools import partial
-from nf4_patch.graphs import layers
+from nf4_patch.patching.checkpoint import UNSLOTH, checkpoint_of
 from unsloth_zoo import gradient_checkpointing as theirs
 
 if newest:
-    assert layers.checkpoint_options(partial(theirs.unsloth_checkpoint, use_reentrant=False))["use_reentrant"]
-    assert theirs.UnslothCheckpointFunction.__module__ == layers.UNSLOTH
+    assert checkpoint_of(partial(theirs.unsloth_checkpoint, use_reentrant=False)).reentrant
+    assert theirs.UnslothCheckpointFunction.__module__ == UNSLOTH
