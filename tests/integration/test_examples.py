@@ -228,8 +228,8 @@ def test_grpo(tmp_path):
         assert same_training(record, off)  # with matmul="auto" too: on the CPU the fused matmul never runs
     assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
     # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
-    # No kernel adds LoRA on the CPU, so peft's forward runs each time.
-    missed = {"NOT_CUDA": steps * tokens, "MATMUL_OPERANDS": steps * 2, "NOT_FASTER": steps * (tokens + 2)}
+    # On the CPU no kernel multiplies few rows, and the prompts and the training have many.
+    missed = {"NOT_CUDA": steps * (tokens - 1), "MATMUL_OPERANDS": steps * 2, "NOT_FASTER": steps * 3}
     assert fallbacks(auto) == {name: count * LINEARS for name, count in missed.items()}
 
 
