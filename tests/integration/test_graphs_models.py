@@ -149,6 +149,9 @@ def test_methods_of_peft(method, base):
         return losses
 
     found = compared(make, step_of, steps=9, base=graphed.BASES[base])
+    if method == "DoRA" and not graphed.GPU:  # on the CPU peft puts a new weight in place at every call
+        assert not found["replays"] and found["reasons"] - {"GRAPH_NEW_SHAPE"} == {"GRAPH_STATE"}
+        return
     # AdaLoRA trains parameters of one element. On the CPU, a kernel gets their numbers as arguments.
     changed = {"GRAPH_CHANGED"} if method == "AdaLoRA" and not graphed.GPU else set()
     assert found["replays"] and found["reasons"] - {"GRAPH_NEW_SHAPE"} == changed
