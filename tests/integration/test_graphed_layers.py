@@ -29,7 +29,7 @@ import numpy
 import pytest
 import recorders
 import torch
-from alternation import crossed
+from alternation import crossed, thinned
 from interrupts import interrupted_at_every_line
 from torch import Tensor
 
@@ -303,11 +303,12 @@ def test_math_attention():
         assert compared(model_of)["replays"] == 3 * (STEPS - EAGER)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("fp32", [False, True])
-@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
-def test_a_backward_inside_autocast(backend, fp32, reentrant):
+@pytest.mark.parametrize(
+    ("reentrant", "how"), crossed((False, True), itertools.product(("MATH", "FLASH_ATTENTION"), (False, True)), every=3)
+)
+def test_a_backward_inside_autocast(how, reentrant):
     """Autocast then rounds what the backward multiplies, for example in math attention."""
+    backend, fp32 = how
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def make():
@@ -1008,7 +1009,7 @@ CHANGES_FOR_A_WHILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
+@pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
 def test_changes_that_the_recompute_sees(change, frozen):
     """A reentrant checkpoint recomputes with the changed layer, and so do layers with graphs."""
 
@@ -1024,7 +1025,7 @@ def test_changes_that_the_recompute_sees(change, frozen):
     assert found["replays"] == 3 * (LAST - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
-@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
+@pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
 def test_changes_that_the_recompute_does_not_see(change, frozen):
     """With a non-reentrant checkpoint, the gradients are those of the forward: as if the change came after the backward."""
 
@@ -1751,8 +1752,7 @@ def rollouts(model: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("dropout", "sample"), crossed((0.0, 0.1), (False, True)))
 def test_generation_with_a_static_cache(sample, dropout):
     """Each rollout has a static cache of its own. Its decode steps replay, with the adapter of the last optimizer step."""
     options = {"cache_implementation": "static", "do_sample": sample}

@@ -15,7 +15,7 @@ import pytest
 import test_graphed_layers as graphed
 import torch
 import transformers
-from alternation import alternating, crossed
+from alternation import alternating, crossed, thinned
 from run_example import GLOO, run
 from test_graphed_layers import DEVICE, GPU, LENGTH, SHAPE, STEPS, backward, compared, layers_of, loss_of, tokens
 
@@ -70,7 +70,10 @@ MODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "name"), crossed(MODES, ARCHITECTURES))
+QUICK = {"Arcee", "Gemma2", "Gemma4Text", "GPTNeoX", "Phi3", "Qwen3"}
+
+
+@pytest.mark.parametrize(("mode", "name"), crossed(MODES, ARCHITECTURES, only=QUICK))
 def test_architectures(name, mode):
     reentrant, step_of = MODES[mode]
     found = compared(
@@ -85,11 +88,9 @@ def test_architectures(name, mode):
     assert found["replays"] == LAYERS * (STEPS - graphed.EAGER)
 
 
-QUICK = {"Cohere", "Gemma2", "GPTNeoX", "Qwen3"}
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES]
+    "name",
+    [name if name in ("Gemma2", "GPTNeoX") else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES],
 )
 def test_generation_with_a_static_cache(name):
     config = config_of(name)
@@ -160,7 +161,7 @@ def test_methods_of_peft(method, base):
 MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", thinned(MIXTURES, 3))
 def test_mixtures(name):
     found = compared(lambda: graphed.mixture(name), graphed.step_of_mixture, base={"experts": "4bit"})
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"]
@@ -185,8 +186,7 @@ def test_arguments_that_layers_write():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - graphed.EAGER)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("base", [{}, {"lora": "fused"}], ids=str)
+@pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
 def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     def make():
         model = graphed.model_of(reentrant, lora_dropout=0.05)
@@ -208,8 +208,7 @@ def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (STEPS - graphed.EAGER)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("base", [{}, {"lora": "fused"}], ids=str)
+@pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
 def test_few_rows(base, reentrant):
     """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
     step_of = graphed.step_of_lengths(lambda step: 8)
@@ -282,10 +281,9 @@ def test_hooks_of_accelerate(hooked, replaying):
     assert found["replays"] == replaying * (STEPS - graphed.EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
-@pytest.mark.parametrize(
-    "ways", [("fsdp2", "wrapped"), pytest.param(("fsdp1", "whole1", "whole2"), marks=pytest.mark.full)], ids=" ".join
-)
+@pytest.mark.parametrize("ways", [("fsdp2", "wrapped"), ("fsdp1", "whole1", "whole2")], ids=" ".join)
 def test_fsdp(ways, tmp_path):
     printed = run([sys.executable, *GLOO, PROGRAM, *ways], tmp_path, OMP_NUM_THREADS="1")
     for way in ways:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import test_graphed_layers as graphed
 import torch
+from alternation import crossed
 from test_graphed_layers import DEVICE, EAGER, STEPS, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
@@ -217,9 +218,10 @@ def test_a_layer_that_reads_num_items_in_batch():
 
 
 @pytest.mark.parametrize(
-    "options", [{"determinism_check": "none"}, {"early_stop": False}, {"preserve_rng_state": False}], ids=str
+    ("dropout", "options"),
+    crossed((0.1, 0.0), [{"preserve_rng_state": False}, {"early_stop": False}, {"determinism_check": "none"}]),
+    ids=str,
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_options_of_the_checkpoint(options, dropout):
     def make():
         model = model_of(lora_dropout=dropout)

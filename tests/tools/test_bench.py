@@ -18,6 +18,7 @@ from benchmarks.timing import Machine
 from nf4_patch.tools import matmul, timing
 from nf4_patch.tools.timing import Times
 
+pytestmark = pytest.mark.full
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
 
