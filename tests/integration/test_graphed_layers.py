@@ -58,7 +58,8 @@ SPEC.loader.exec_module(REMOTE)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-SHAPE = Shape(256, 512, 3, 4, 2) if GPU else Shape(64, 128, 3, 2, 1)
+LAYERS = 3 if GPU else 2
+SHAPE = Shape(256, 512, LAYERS, 4, 2) if GPU else Shape(64, 128, LAYERS, 2, 1)
 TARGET = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"
 LENGTH = 72  # more rows than are multiplied straight from the packed weight where nothing has a gradient
 # Without a GPU, layers are recorded at their second call, so that trainings are shorter.
@@ -190,8 +191,9 @@ def clean(monkeypatch):
         monkeypatch.setattr(experts_launch, "supports", REMOTE.never)
     yield
     nf4_patch.disable()
-    gc.collect()
-    torch.cuda.empty_cache()
+    if GPU:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 # --- modes ---
@@ -206,10 +208,10 @@ BASES = {
 def test_training(base, how):
     base, (reentrant, dropout) = BASES[base], how
     found = compared(lambda: model_of(reentrant, lora_dropout=dropout), base=base)
-    assert found["replays"] == 3 * (STEPS - EAGER)
+    assert found["replays"] == LAYERS * (STEPS - EAGER)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"}
     if "cache" in base:
-        assert found["status"].cache.hits > 3 * 7 * 2 * (STEPS - EAGER - 1)
+        assert found["status"].cache.hits > LAYERS * 7 * 2 * (STEPS - EAGER - 1)
 
 
 def test_without_autocast_and_with_fp32_adapters():
@@ -239,7 +241,7 @@ def test_an_fp32_adapter_that_is_used_twice():
             parameter.data = parameter.data.float()
         return model
 
-    assert compared(make)["replays"] == 3 * (STEPS - EAGER)
+    assert compared(make)["replays"] == LAYERS * (STEPS - EAGER)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -264,7 +266,7 @@ def test_two_forwards_inside_one_autocast_block(reentrant, at_the_third_call):
 
     graphed = run(make(), steps_of(True), graphs="auto")
     # With a reentrant checkpoint, the second forward before a backward runs eagerly.
-    assert graphed["replays"] == (1 if reentrant else 2) * 3 * (STEPS - 1)
+    assert graphed["replays"] == (1 if reentrant else 2) * LAYERS * (STEPS - 1)
     for caches in (False, True) if reentrant else (False,):
         assert_same(run(make(), steps_of(caches)), graphed)
 
@@ -277,12 +279,12 @@ def test_compiled_functions_are_not_compiled_again(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", torch.compile(LlamaRMSNorm.forward, backend="eager"))
     run(model_of(), one_step)
     before = found["stats"]["unique_graphs"]
-    assert compared(model_of)["replays"] == 3 * (STEPS - EAGER)
+    assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
     assert before > 0 and found["stats"]["unique_graphs"] == before
 
 
 def test_inputs_without_a_gradient():
-    assert compared(lambda: model_of(inputs=False))["replays"] == 3 * (STEPS - EAGER)
+    assert compared(lambda: model_of(inputs=False))["replays"] == LAYERS * (STEPS - EAGER)
 
 
 def test_precision_of_matrix_products_in_its_two_forms():
@@ -290,7 +292,7 @@ def test_precision_of_matrix_products_in_its_two_forms():
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert compared(model_of)["replays"] == 3 * (STEPS - EAGER)
+        assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -300,7 +302,7 @@ def test_math_attention():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
-        assert compared(model_of)["replays"] == 3 * (STEPS - EAGER)
+        assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_a_backward_inside_autocast(how, reentrant):
 
     with sdpa_kernel(getattr(SDPBackend, backend)):
         found = compared(make, step_of)
-    assert found["replays"] == 3 * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
+    assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -341,7 +343,7 @@ def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert found["replays"] == 3 * (steps - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
+    assert found["replays"] == LAYERS * (steps - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
 def test_deterministic_algorithms_that_only_warn(monkeypatch):
@@ -353,7 +355,7 @@ def test_deterministic_algorithms_that_only_warn(monkeypatch):
         return backward(loss_of(model, step))
 
     try:
-        assert compared(model_of, step_of, LAST)["replays"] == 3 * (LAST - EAGER - 1)
+        assert compared(model_of, step_of, LAST)["replays"] == LAYERS * (LAST - EAGER - 1)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -412,15 +414,15 @@ def test_unsloths_checkpoint(base, inputs):
     def step_of(model, optimizer, step):
         loss = loss_of(model, step)
         # Graphs without CUDA keep the inputs of their captures. Autograd keeps the first layer's input, a leaf.
-        alive = [x() for x, _ in inputs[3:] if x() is not None]
+        alive = [x() for x, _ in inputs[LAYERS:] if x() is not None]
         assert all(x.is_leaf for x in alive)
         assert all(offloaded.on_gpu is None for _, offloaded in inputs)
         return backward(loss)
 
     found = compared(lambda: model_of(True, lora_dropout=0.05), step_of, base=BASES[base])
-    assert found["replays"] == len(inputs) == 3 * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
+    assert found["replays"] == len(inputs) == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
     # Each layer but the last is prefetched in the backward of the layer after it.
-    assert [each.was_prefetched for _, each in inputs] == [[True], [True], [False]] * (STEPS - EAGER)
+    assert [each.was_prefetched for _, each in inputs] == [*[[True]] * (LAYERS - 1), [False]] * (STEPS - EAGER)
 
 
 def test_unsloths_checkpoint_with_forwards_before_a_backward(inputs):
@@ -467,7 +469,7 @@ def test_interrupts_around_an_offloaded_input(inputs):
         for line in interrupted_at_every_line(gradients, *functions):
             where.append(line)
             assert all(map(torch.equal, gradients(), want)), line
-    assert len(where) > 8 and graphs.replays - before > 3 * len(where)
+    assert len(where) > 8 and graphs.replays - before > LAYERS * len(where)
 
 
 def test_unsloths_checkpoint_rounds_fp32(inputs):
@@ -572,7 +574,7 @@ def test_a_mask_written_without_its_version():
         assert mask._version == version
         return backward(loss_of(model, step, attention_mask=mask))
 
-    assert compared(model_of, step_of)["replays"] == 3 * (STEPS - EAGER)
+    assert compared(model_of, step_of)["replays"] == LAYERS * (STEPS - EAGER)
 
 
 # --- changes of the model in the middle of a training ---
@@ -937,8 +939,7 @@ def test_a_fingerprint_notices(change):
 
 # Changes after which a training goes on in another way, in each run. The full run trains with all of them.
 TRAINED = {*NOT_REFUSED, *AROUND} | {
-    "scaling", "moved data", "frozen", "norm trained", "hooked", "merged", "second adapter", "class of the layer changed",
-    "method of an adapter", "code of a function", "attention of PyTorch", "number on the host", "evaluated in part",
+    "scaling", "frozen", "merged", "second adapter", "attention of PyTorch", "number on the host",
 }  # fmt: skip
 WAYS = [
     pytest.param(*each.values, marks=each.marks if each.values[1] in TRAINED else pytest.mark.full)
@@ -1022,7 +1023,7 @@ def test_changes_that_the_recompute_sees(change, frozen):
             undo()
 
     found = compared(lambda: model_of(True, lora_dropout=0.1), step_of, LAST)
-    assert found["replays"] == 3 * (LAST - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
+    assert found["replays"] == LAYERS * (LAST - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
 @pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
@@ -1044,7 +1045,7 @@ def test_changes_that_the_recompute_does_not_see(change, frozen):
     torch.manual_seed(0)
     graphed = run(model_of(lora_dropout=0.1), step_of(True), LAST, graphs="auto")
     assert_same(eager, graphed)
-    assert graphed["replays"] == 3 * (LAST - EAGER) and graphed["reasons"] == {"GRAPH_NEW_SHAPE"}
+    assert graphed["replays"] == LAYERS * (LAST - EAGER) and graphed["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
 def test_modes_and_transforms_around_the_backward():
@@ -1069,7 +1070,10 @@ def test_modes_and_transforms_around_the_backward():
 
     for step_of in (with_a_mode, of_a_batch):
         found = compared(model_of, step_of)
-        assert found["replays"] == 3 * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
+        assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {
+            "GRAPH_NEW_SHAPE",
+            "GRAPH_BACKWARD",
+        }
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -1146,7 +1150,7 @@ def test_layers_that_are_used_twice():
 
     def make():
         model = model_of(lora_dropout=0.05)
-        layers_of(model)[2] = layers_of(model)[0]
+        layers_of(model)[-1] = layers_of(model)[0]
         return model
 
     def step_of(model, optimizer, step):
@@ -1205,7 +1209,7 @@ def test_interrupts_in_a_replay(where, monkeypatch):
     nf4_patch.disable()
     monkeypatch.setattr(graphs, "replays", 0)
     found = compared(lambda: model_of(lora_dropout=0.05), step_of, LAST)
-    assert found["replays"] == 3 * (LAST - EAGER + (where == "backward"))
+    assert found["replays"] == LAYERS * (LAST - EAGER + (where == "backward"))
 
 
 def test_interrupt_after_an_argument_was_copied():
@@ -1254,7 +1258,7 @@ def step_of_lengths(length_of):
 def test_varying_lengths():
     steps = 25 if GPU else 10
     found = compared(model_of, step_of_lengths(lambda step: (32, 48, 64, 32, 32)[step % 5]), steps)
-    assert 0 < found["replays"] < 3 * steps
+    assert 0 < found["replays"] < LAYERS * steps
     assert found["status"].graphs.shapes == 3
 
 
@@ -1263,13 +1267,13 @@ def test_the_first_shapes_stay(monkeypatch):
     each = EAGER + 2
     found = compared(model_of, step_of_lengths(lambda step: 16 * (4 - step // each)), 4 * each)
     assert found["status"].graphs.shapes == 2
-    assert found["replays"] == 3 * (2 + 2)  # of four lengths, each eager at first and then twice
+    assert found["replays"] == LAYERS * (2 + 2)  # of four lengths, each eager at first and then twice
 
 
 def test_when_a_shape_is_recorded(at_the_third_call):
     """At its third call, then, if it was dropped by a change, after twice as many each time."""
     assert [calls for calls in range(1, 100) if shapes_module.is_due(calls)] == [3, 6, 12, 24, 48, 96]
-    assert compared(model_of)["replays"] == 3 * (STEPS - 2)
+    assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
 def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
@@ -1291,7 +1295,7 @@ def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     monkeypatch.setattr(graphs_module, "Recorder", Small)
     graphs.largest.clear()
     found = compared(model_of, step_of, EAGER + 5)
-    assert len(alive) == 2 and found["replays"] == 3 * (2 + 2)
+    assert len(alive) == 2 and found["replays"] == LAYERS * (2 + 2)
 
 
 def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
@@ -1310,7 +1314,7 @@ def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
         return backward(loss + 0.1 * sum(REMOTE.ROUTED))
 
     found = compared(make, step_of)
-    assert found["replays"] == 2 * (STEPS - EAGER) and "GRAPH_STATE" in found["reasons"]
+    assert found["replays"] == (LAYERS - 1) * (STEPS - EAGER) and "GRAPH_STATE" in found["reasons"]
 
 
 def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
@@ -1344,7 +1348,7 @@ def test_refusals_outlive_the_graphs(monkeypatch):
 
     monkeypatch.setattr(graphs_module, "GraphedLayer", Failing)
     found = compared(model_of)
-    assert len(failed) == 2 and found["replays"] == STEPS - EAGER
+    assert len(failed) == LAYERS - 1 and found["replays"] == STEPS - EAGER
 
 
 def test_a_kept_loss_keeps_nothing_alive(frozen):
@@ -1383,7 +1387,7 @@ def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypa
     with nf4_patch.enabled(graphs="auto"):
         before = graphs.replays
         rollouts(model, cache_implementation="static", do_sample=False)
-        assert graphs.replays - before == 3 * (ROLLOUTS - EAGER)
+        assert graphs.replays - before == LAYERS * (ROLLOUTS - EAGER)
 
 
 def test_another_thread_that_may_use_the_gpu():
@@ -1404,7 +1408,7 @@ def test_threads_of_libraries_that_use_no_gpu():
     timer = threading.Timer(60, print)
     timer.start()
     try:
-        assert compared(model_of)["replays"] == 3 * (STEPS - EAGER)
+        assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
     finally:
         timer.cancel()
 
@@ -1540,7 +1544,9 @@ def test_layers_that_cannot_be_captured(kind, reason):
         return
     found = compared(make)
     assert reason in found["reasons"]
-    assert found["replays"] == 2 * (STEPS - EAGER) or kind == "waits"  # a capture that failed drops all graphs
+    assert (
+        found["replays"] == (LAYERS - 1) * (STEPS - EAGER) or kind == "waits"
+    )  # a capture that failed drops all graphs
 
 
 @pytest.mark.gpu
@@ -1596,8 +1602,8 @@ def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "captured", "reasons"),
     [
-        ((16, 32), [16] * 3 + [16] * 3 + [32, *[32] * 3] + [16] * 3, set()),
-        ((32, 16), [32] * 3 + [16] + [32] * 3, {"GRAPH_MEMORY"}),
+        ((16, 32), [16] * LAYERS + [16] * LAYERS + [32, *[32] * LAYERS] + [16] * LAYERS, set()),
+        ((32, 16), [32] * LAYERS + [16] + [32] * LAYERS, {"GRAPH_MEMORY"}),
     ],
     ids=["longer", "shorter"],
 )
@@ -1625,7 +1631,7 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_t
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | reasons
 
 
-@pytest.mark.parametrize("how", ["next model", "disable", "release"])
+@pytest.mark.parametrize("how", thinned(("next model", "disable", "release"), 2))
 def test_no_memory_is_forgotten(how, monkeypatch):
     """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
 
@@ -1648,7 +1654,7 @@ def test_no_memory_is_forgotten(how, monkeypatch):
             del model
             gc.collect()
             model = model_of()
-        assert run(model, one_step, graphs="auto")["replays"] == 3 * (STEPS - EAGER)
+        assert run(model, one_step, graphs="auto")["replays"] == LAYERS * (STEPS - EAGER)
 
 
 @pytest.mark.gpu
@@ -1687,7 +1693,7 @@ def test_interrupt_and_the_next_model():
         torch.manual_seed(0)
         found = run(model_of(), one_step, graphs="auto")
         assert_same(eager, found)
-        assert found["replays"] == 3 * (STEPS - EAGER)
+        assert found["replays"] == LAYERS * (STEPS - EAGER)
 
 
 def interrupt(module, arguments):
@@ -1767,7 +1773,7 @@ def test_generation_with_a_static_cache(sample, dropout):
     reasons = {reason for (target, reason) in counters.fallbacks if target == TARGET}
     assert reasons == {Reason.GRAPH_NEW_SHAPE}
     # the first decode steps of each rollout run eagerly, and the first training steps
-    assert graphs.replays - before == 3 * (ROLLOUTS * (TOKENS - 1 - EAGER) + ROLLOUTS - EAGER)
+    assert graphs.replays - before == LAYERS * (ROLLOUTS * (TOKENS - 1 - EAGER) + ROLLOUTS - EAGER)
 
 
 def test_generation_without_a_static_cache():
@@ -1775,7 +1781,7 @@ def test_generation_without_a_static_cache():
     counters.reset()
     with nf4_patch.enabled(graphs="auto"):
         rollouts(model)
-    assert counters.fallbacks[TARGET, Reason.GRAPH_NOT_TRAINING] == 3 * ROLLOUTS * TOKENS
+    assert counters.fallbacks[TARGET, Reason.GRAPH_NOT_TRAINING] == LAYERS * ROLLOUTS * TOKENS
 
 
 def test_a_static_cache_that_moves():
@@ -1823,21 +1829,21 @@ def caches_of(model: Any, count: int) -> list[Any]:
     return [StaticCache(config=model.config, max_cache_len=32) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, token: None,
-        lambda model, token: scaling(model) if token == CHANGED else None,
-        lambda model, token: written_weight(model) if token == CHANGED else None,
-        lambda model, token: model.disable_adapter_layers() if token == CHANGED else None,
-        lambda model, token: model.train(token == CHANGED),
-        lambda model, token: nf4_patch.release() if token == CHANGED else None,
-        interrupted,
-    ],
-    ids=["nothing", "scaling", "weight", "disabled", "training", "release", "interrupt"],
-)
+BETWEEN_TOKENS = {
+    "nothing": lambda model, token: None,
+    "weight": lambda model, token: written_weight(model) if token == CHANGED else None,
+    "training": lambda model, token: model.train(token == CHANGED),
+    "scaling": lambda model, token: scaling(model) if token == CHANGED else None,
+    "disabled": lambda model, token: model.disable_adapter_layers() if token == CHANGED else None,
+    "release": lambda model, token: nf4_patch.release() if token == CHANGED else None,
+    "interrupt": interrupted,
+}
+
+
+@pytest.mark.parametrize("change", thinned(BETWEEN_TOKENS, 3))
 def test_changes_between_tokens(change):
     """Two static caches in turns, reset and used a second time."""
+    change = BETWEEN_TOKENS[change]
     torch.manual_seed(0)
     model = model_of(inputs=False).eval()
     model.gradient_checkpointing_disable()
@@ -1888,16 +1894,16 @@ def test_reasons():
             counters.reset()
             with context:
                 loss_of(model, 0)
-            assert counters.fallbacks[TARGET, reason] == 3
+            assert counters.fallbacks[TARGET, reason] == LAYERS
         counters.reset()
         loss_of(model, 0, output_hidden_states=True)
-        assert counters.fallbacks[TARGET, Reason.GRAPH_HOOKED] == 3
+        assert counters.fallbacks[TARGET, Reason.GRAPH_HOOKED] == LAYERS
         counters.reset()
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(),) * 2}
         )
         loss_of(model, 0)
-        assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == 3
+        assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == LAYERS
         counters.reset()
 
         @functools.wraps(torch.utils.checkpoint.checkpoint)
@@ -1907,7 +1913,7 @@ def test_reasons():
         function = partial(wrapper, use_reentrant=False)
         model.base_model.model._set_gradient_checkpointing(True, function)
         loss_of(model, 0)
-        assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == 3
+        assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == LAYERS
 
 
 def test_hidden_states_once_and_graphs_afterwards():
@@ -1939,7 +1945,7 @@ def step_of_mixture(model: Any, optimizer: Any, step: int) -> list[float]:
     return backward(loss)
 
 
-@pytest.mark.parametrize("base", [{}, {"lora": "fused"}, {"cache": "1GiB"}], ids=str)
+@pytest.mark.parametrize("base", thinned(({}, {"lora": "fused"}, {"cache": "1GiB"}), 2), ids=str)
 def test_packed_experts(base):
     found = compared(mixture, step_of_mixture, base={"experts": "4bit", **base})
     assert found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE"}

@@ -15,7 +15,6 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
 STEPS, RELEASED = (9, 6) if graphed.GPU else (7, 4)
-LAYERS = 3
 SIZE = "64GiB"  # of activations, so that all layers keep theirs
 
 
@@ -167,7 +166,7 @@ def same(way, make=model_of, **options):
     return replays, kept
 
 
-@pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS))
+@pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS, every=3))
 def test_ways(way, dropout):
     replays, kept = same(way, lambda: model_of(lora_dropout=dropout))
     assert replays and kept
@@ -193,7 +192,7 @@ def test_without_checkpoints(way):
 @pytest.mark.usefixtures("at_the_third_call")
 def test_every_call_of_an_ordinary_training_keeps_its_activations():
     replays, kept = same(plain, lora="fused")
-    assert replays == LAYERS * (STEPS - 2) == kept - LAYERS  # the second step keeps them without graphs
+    assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
 
 
 def test_no_room(monkeypatch):

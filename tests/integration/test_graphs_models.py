@@ -183,7 +183,9 @@ def test_arguments_that_layers_write():
         return backward(loss)
 
     found = compared(make, step_of)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == 2 * (STEPS - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_STATE"} and found["replays"] == (graphed.LAYERS - 1) * (
+        STEPS - graphed.EAGER
+    )
 
 
 @pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
@@ -205,7 +207,7 @@ def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     found = compared(make, step_of, base=base)
     assert set(dtypes) == {torch.float32}
     # the first layer gets bf16, the others fp32
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (STEPS - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == graphed.LAYERS * (STEPS - graphed.EAGER)
 
 
 @pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
@@ -213,7 +215,7 @@ def test_few_rows(base, reentrant):
     """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
     step_of = graphed.step_of_lengths(lambda step: 8)
     found = compared(lambda: graphed.model_of(reentrant, lora_dropout=0.05), step_of, base=base)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (STEPS - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == graphed.LAYERS * (STEPS - graphed.EAGER)
 
 
 # --- loss scaling, hooks, shards, Trainer ---
@@ -248,7 +250,9 @@ def test_loss_scaling():
     scales = found["losses"][1::2]
     changes = {after > before for before, after in itertools.pairwise(scales)}
     assert changes == {True, False}  # the scale fell after steps that overflowed, and grew after the others
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == 3 * (len(scales) - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == graphed.LAYERS * (
+        len(scales) - graphed.EAGER
+    )
 
 
 def test_parameters_of_zero3():
@@ -259,13 +263,16 @@ def test_parameters_of_zero3():
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == 2 * (STEPS - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == (graphed.LAYERS - 1) * (
+        STEPS - graphed.EAGER
+    )
 
 
 @pytest.mark.parametrize(
-    ("hooked", "replaying"), [("", 3), ("layers.0 layers.1 layers.2", 0), ("layers.1.mlp.down_proj", 2)]
+    ("hooked", "eager"),
+    [("", 0), (" ".join(f"layers.{n}" for n in range(graphed.LAYERS)), graphed.LAYERS), ("layers.1.mlp.down_proj", 1)],
 )
-def test_hooks_of_accelerate(hooked, replaying):
+def test_hooks_of_accelerate(hooked, eager):
     """``device_map`` puts a hook on the model if there is one device, and on each part of it if there are several."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -277,8 +284,8 @@ def test_hooks_of_accelerate(hooked, replaying):
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if replaying < 3 else set())
-    assert found["replays"] == replaying * (STEPS - graphed.EAGER)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_HOOKED"} if eager else set())
+    assert found["replays"] == (graphed.LAYERS - eager) * (STEPS - graphed.EAGER)
 
 
 @pytest.mark.full
@@ -320,4 +327,4 @@ def test_trainer_with_gradient_accumulation(tmp_path):
     eager, adapters, _ = train()
     log, ours, replays = train(graphs="auto")
     assert log == eager and len(log) == STEPS and all(map(torch.equal, ours, adapters))
-    assert replays == 3 * (3 * STEPS - graphed.EAGER)
+    assert replays == graphed.LAYERS * (3 * STEPS - graphed.EAGER)
