@@ -199,7 +199,7 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
 REST = pytest.mark.full  # of launchers tools/test_run.py runs torchrun at every change
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[REST] * ("--n" in c), id=c) for c in RUN])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=REST, id=c) for c in RUN])
 def test_command(command, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     two = command.replace("--nproc-per-node 8", "--standalone --nproc-per-node 2").replace("processes 8", "processes 2")

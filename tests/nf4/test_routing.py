@@ -53,7 +53,9 @@ def close(got, exact, dtype):
     return bool((got - exact).norm() <= CLOSE[dtype] * exact.norm())
 
 
-@pytest.mark.parametrize("width", [1, 77, pytest.param(1040, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "width", [77, pytest.param(1, marks=pytest.mark.full), pytest.param(1040, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype, width, device):
     """Every kernel with and without an addend; tensors that are not 16-byte aligned too."""
@@ -88,7 +90,13 @@ def same(function, formula, *inputs, dtype):
 
 
 @pytest.mark.parametrize(
-    ("width", "adds"), [(1, True), (77, False), (77, True), pytest.param(1030, True, marks=pytest.mark.full)]
+    ("width", "adds"),
+    [
+        (77, False),
+        (77, True),
+        pytest.param(1, True, marks=pytest.mark.full),
+        pytest.param(1030, True, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autograd_functions(dtype, width, adds, device):

@@ -39,7 +39,7 @@ def test_toggling_while_others_call(device):
     stop = threading.Event()
 
     def toggle():
-        for _ in range(20):
+        for _ in range(8):
             nf4_patch.enable()
             nf4_patch.disable()
         stop.set()

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from alternation import crossed
 from changes import CHANGES, UNSEEN
 from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, adapters_of, hits, ids_of, model_of, reasons, step, with_lora
@@ -115,8 +116,7 @@ def stock():
     return Layer().stock()
 
 
-@pytest.mark.parametrize("size", ["off", "1GiB"])
-@pytest.mark.parametrize("change", REPLACING)
+@pytest.mark.parametrize(("size", "change"), crossed(("off", "1GiB"), REPLACING))
 def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size, patched):
     _, want = stock()
     layer = Layer()
@@ -126,8 +126,7 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
     assert torch.equal(layer.gradient(output), want) and not reasons() and (size != "off" or hits() == 4)
 
 
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["saved", "saved on the CPU"])
-@pytest.mark.parametrize("change", WRITING)
+@pytest.mark.parametrize(("hooks", "change"), crossed((contextlib.nullcontext, save_on_cpu), WRITING))
 def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
     """Autograd refuses it. With hooks that copied the saved tensors, autograd does not check, and our code refuses it."""
     layer = Layer()

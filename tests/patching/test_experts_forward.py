@@ -104,6 +104,7 @@ def ratios_of(found, want, exact):
     return {key: error(found[key], exact[key]) / error(want[key], exact[key]) for key in exact if key != "loss"}
 
 
+@pytest.mark.full
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
     """Compare the error of every gradient against fp64, averaged over steps, because errors of single steps vary by half."""
     ratios = []
@@ -137,7 +138,8 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("how", ["recomputed", pytest.param("reentrant", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["recomputed", "reentrant"])
 def test_a_checkpointed_step_is_the_same(how, own):
     """A step with checkpointing equals a step without. test_experts_lora tests the same for the forward in PyTorch."""
     model = adapted("qwen3")

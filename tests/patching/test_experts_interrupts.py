@@ -55,6 +55,7 @@ def equal(found, want) -> bool:
     return len(found) == len(want) and all(map(torch.equal, found, want))
 
 
+@pytest.mark.full
 def test_a_step():
     model, where = tiny(), []
     want = step(model)

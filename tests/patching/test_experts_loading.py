@@ -280,7 +280,7 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096"),
+    [pytest.param({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096", marks=pytest.mark.full),
      ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "the stack has .* the packed experts have"),
      ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "such as .*_projs.*, for which")],
     ids=["blocks", "some in 16 bits", "unknown names"],
@@ -512,6 +512,7 @@ def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, 
     assert all(torch.equal(found[key], want[key]) for key in want)
 
 
+@pytest.mark.full
 def test_peft_is_imported_after_the_block(qwen3, tmp_path):
     """peft imported after the ``enabled()`` block that loaded the model still gets the replacements for packed experts."""
     program("experts_after_the_block", qwen3[0], tmp_path)

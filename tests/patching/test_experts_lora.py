@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import re
 import sys
@@ -195,13 +196,14 @@ def test_files_are_pefts(option, tmp_path):
 SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 32}}  # gate_up_proj
 
 
-@pytest.mark.parametrize("version", [{"peft_version": "0.18.1"}, {}], ids=["0.18", "none"])
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_an_adapter_of_peft_before_0_19(name, stack, version, tmp_path):
+@pytest.mark.parametrize(
+    ("version", "of"), crossed(({"peft_version": "0.18.1"}, {}), itertools.product(CONFIGS, STACKS)), ids=str
+)
+def test_an_adapter_of_peft_before_0_19(of, version, tmp_path):
     """peft 0.17 names no version in the file.
 
     Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks were never swapped."""
+    name, stack = of
 
     def packed():
         model = random_model(name, device=DEVICE, **SQUARE[name])
@@ -556,6 +558,7 @@ def test_an_error_of_ours_is_no_silence(monkeypatch):
     counters.reset()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_layers_run_them_eagerly():
     model = with_lora(model_of("qwen3", lora=False))

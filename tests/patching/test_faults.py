@@ -164,6 +164,7 @@ def test_without_triton():
     program("missing_dependency", "triton", "decode")
 
 
+@pytest.mark.full
 def test_without_a_gpu(tmp_path):
     """On a GPU machine too: PyTorch is then built for CUDA, and finds no GPU."""
     program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import test_lora as lora
 import torch
+from alternation import crossed
 from oracle import quantized
 from target import Seen, fallbacks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,10 +88,13 @@ def test_every_part_of_the_package_names_the_same_watcher(device, watcher):
         assert dense is reason or (reason in (None, Reason.DISPATCH_MODE) and type(dense) is torch.Tensor)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("watcher", WATCHERS)
-def test_fused_lora_names_the_watcher_and_peft_s_code_runs(device, watcher, adapter, autocast):
+@pytest.mark.parametrize(
+    ("how", "watcher"),
+    crossed(itertools.product((torch.bfloat16, torch.float32), (None, torch.bfloat16)), WATCHERS),
+    ids=str,
+)
+def test_fused_lora_names_the_watcher_and_peft_s_code_runs(device, watcher, how):
+    adapter, autocast = how
     (around, reason), model, x = WATCHERS[watcher], lora.adapted(device, adapter=adapter), lora.inputs(device).detach()
     model.requires_grad_(False)
     results = []
