@@ -267,6 +267,15 @@ def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
 NOT_CHECKPOINTED = Checkpoint(reentrant=False, offloads=False)
 
 
+def is_checkpointed_without_gradients(layer: Any) -> bool:
+    """Return whether a call without gradients runs in a checkpoint, for which transformers drops the cache of keys and values.
+
+    Older releases checkpoint every call in training mode. Newer ones checkpoint the layer's ``forward``, and only with gradients.
+    """
+    kind: Any = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
+
+
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     """Return the StaticCache that this call of a layer writes, and the name of the argument that holds it.
 
@@ -274,7 +283,7 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     """
     nothing = "", None
     name = next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
-    if name is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
+    if name is None or torch.is_grad_enabled() or is_checkpointed_without_gradients(layer):
         return nothing
     caches: Any = sys.modules["transformers.cache_utils"]
     static_cache = arguments[name]
@@ -338,7 +347,9 @@ def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not (layer.gradient_checkpointing and layer.training):
         return
     if not torch.is_grad_enabled():
-        drops_cache = not getattr(layer, "_can_checkpoint_with_cache", False)
+        drops_cache = is_checkpointed_without_gradients(layer) and not getattr(
+            layer, "_can_checkpoint_with_cache", False
+        )
         cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
         if drops_cache and cached and args and isinstance(args[0], Tensor) and args[0].shape[1:2] == (1,):
             warn_once(WRONG_TOKENS)

@@ -202,15 +202,20 @@ def is_of_torch(module: str) -> bool:
 
 def held_by(value: Any) -> Iterator[Any]:
     """Yield the values that partials and closures among a module's attributes captured."""
-    if isinstance(value, functools.partial):
-        held = [*value.args, *value.keywords.values(), value.func]
-    elif isinstance(value, MethodType):
-        held = [value.__func__]
-    else:
-        held = cells_of(value) if isinstance(value, FunctionType) else []
-    for each in held:
-        yield each
-        yield from held_by(each)
+    seen, waiting = {id(value)}, [value]
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, functools.partial):
+            held = [*current.args, *current.keywords.values(), current.func]
+        elif isinstance(current, MethodType):
+            held = [current.__func__]
+        else:
+            held = cells_of(current) if isinstance(current, FunctionType) else []
+        for each in held:
+            if id(each) not in seen:  # a closure may hold itself
+                seen.add(id(each))
+                waiting.append(each)
+                yield each
 
 
 def is_constant(value: Any) -> bool:

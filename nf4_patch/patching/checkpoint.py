@@ -17,6 +17,12 @@ CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
 # error, and its early end only saves time. A checkpoint with other options, such as ``context_fn``, is not recognized.
 HARMLESS = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
 
+# The methods of transformers that define this function: up to 5.17 and in newer releases
+OFFLOADING = (
+    "PreTrainedModel.gradient_checkpointing_enable",
+    "PreTrainedModel._activation_checkpointing_enable",
+)
+
 
 class Checkpoint(NamedTuple):
     """How a layer is checkpointed."""
@@ -56,9 +62,8 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
 def is_offloading(function: Any) -> bool:
     """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
     models = sys.modules.get("transformers.modeling_utils")
-    name = getattr(function, "__qualname__", "")
-    is_local = name.startswith("PreTrainedModel.gradient_checkpointing_enable.<locals>.")
-    return is_local and models is not None and function.__globals__ is vars(models)
+    method = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
+    return method in OFFLOADING and models is not None and function.__globals__ is vars(models)
 
 
 def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
