@@ -430,7 +430,10 @@ def test_batched_gradients_and_second_derivatives(trains, own):
         vectors = torch.linspace(-1, 1, 2 * y.numel(), device=DEVICE).view(2, *y.shape)
         batched = torch.autograd.grad(y, leaves, vectors, is_grads_batched=True, retain_graph=True)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        return *batched, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+        hidden, *others = arguments
+        jacobian = torch.autograd.functional.jacobian(lambda x: experts(x, *others), hidden.detach(), vectorize=True)
+        return *batched, *second, jacobian
 
     found, want = results(), theirs(own, results)
     assert own.calls and max(map(error, found, want)) < 1e-5
