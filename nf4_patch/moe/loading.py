@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
+from ..libraries.transformers import TESTED_LOADING
 from ..offload import planning
 from ..patching.placement import installed
 from ..patching.replacement import around
 from ..patching.switch import switch
 from ..patching.targets import TARGETS
-from .option import TESTED_LOADING
 from .read import is_managed, packed_chains
 from .transformers import Loads
 

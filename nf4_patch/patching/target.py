@@ -1,4 +1,4 @@
-"""The class ``Target``, a row of the table ``TARGETS``, and constants that the rows of several options use."""
+"""The class ``Target``, a row of the table ``TARGETS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Target:
         tested: releases that the tests ran with.
         parameters: lists of parameter names that the replacement supports. A function with other names is not patched.
         replace: the function that makes the replacement, as "module:function" relative to this package, for example
-            ".adapters.unsloth:fast_dequantize". This function takes the row and the original.
+            ".libraries.unsloth.adapters:fast_dequantize". This function takes the row and the original.
         covers: the calls that the replacement speeds up, or its purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
         option: the option that has to be on. "" means that only the patch has to be on. ALWAYS means that the
             replacement stays in place when the patch is turned off, because models with packed experts still need it.
@@ -96,11 +96,3 @@ class Target:
         # copies the mark to the wrapper. So the mark names the replacement, which the wrapper is not.
         replacement.__nf4_patch__ = replacement, Target
         return replacement
-
-
-SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
-LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL),)
-# Each TESTED_ constant holds releases that scripts/release_matrix.py tested. docs/data/releases.json has the machines.
-TESTED_OP = ("0.50.2",)
-TESTED_UNSLOTH = ("2026.9.7", "2026.10.9")
-TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")
