@@ -123,7 +123,7 @@ def of_own_kernels() -> list[str]:
     """Return advice if Unsloth's layers run Unsloth's own kernel instead of nf4_patch's."""
     if "unsloth.kernels.utils" not in sys.modules:
         return []
-    from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
+    from ..libraries.unsloth.adapters import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
 
     return [OWN_KERNEL_ADVICE] if uses_own_kernel() else []
 

@@ -16,31 +16,31 @@ BITSANDBYTES = Library(
     targets=(
         Target(
             "bitsandbytes.functional:dequantize_4bit", ">= 0.43", TESTED,
-            (("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),), ".adapters.bitsandbytes:dequantize_4bit",
+            (("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),), ".libraries.bitsandbytes.adapters:dequantize_4bit",
             "backward of every Linear4bit, and its forward before 0.50; peft's merge and DoRA; model.dequantize()",
             patch_copies=True,
         ),
         Target(
             f"{OPS}:_dequant_linear_fallback", ">= 0.50", TESTED_OP,
-            LINEAR_4BIT, ".adapters.bitsandbytes:dequant_linear",
+            LINEAR_4BIT, ".libraries.bitsandbytes.adapters:dequant_linear",
             "forward of Linear4bit in training, and its recompute under gradient checkpointing",
             own=("_dequant_linear_fallback",),
         ),
         Target(
             f"{OPS}:_gemm_4bit_kernel_impl", ">= 0.50", TESTED_OP,
-            LINEAR_4BIT, ".matmul.bitsandbytes:gemm",
+            LINEAR_4BIT, ".libraries.bitsandbytes.adapters:gemm",
             'forward of Linear4bit on few rows (generation), with enable(matmul="auto") only',
             option="matmul", own=("_gemm_4bit_kernel_impl",),
         ),
         Target(
             "bitsandbytes.functional:gemv_4bit", ">= 0.43", TESTED_OP,
-            (("A", "B", "out", "transposed_A", "transposed_B", "state"),), ".matmul.bitsandbytes:gemv",
+            (("A", "B", "out", "transposed_A", "transposed_B", "state"),), ".libraries.bitsandbytes.adapters:gemv",
             'gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
             option="matmul", patch_copies=True, own=("gemv_4bit",),
         ),
         Target(
             "bitsandbytes.autograd._functions:matmul_4bit", ">= 0.43", TESTED_OP,
-            (("A", "B", "quant_state", "out", "bias"),), ".matmul.bitsandbytes:matmul_4bit",
+            (("A", "B", "quant_state", "out", "bias"),), ".libraries.bitsandbytes.adapters:matmul_4bit",
             'eager forward of Linear4bit on few rows without a gradient, with enable(matmul="auto") only',
             option="matmul", patch_copies=True, own=("matmul_4bit",),
             # matmul_4bit runs one of these functions on the GPU.

@@ -10,7 +10,7 @@ LIGER = Library(
     targets=(
         Target(
             "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
-            EXPERTS_FORWARD, ".moe.transformers:grouped_mm",
+            EXPERTS_FORWARD, ".libraries.transformers.experts:grouped_mm",
             'training of packed experts whose forward Liger replaced, with enable(experts="4bit") only',
             option="experts", own=("forward",),
         ),

@@ -14,7 +14,7 @@ PEFT = Library(
     targets=(
         Target(
             f"{LINEAR}.forward", ">= 0.17", TESTED,
-            (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
+            (("self", "x", "args", "kwargs"),), ".libraries.peft.linear:linear",
             "forward of LoRA on 4-bit linear layers: as one function with enable(lora=\"fused\"), and on few rows without a "
             'gradient (generation) with enable(matmul="auto")',
             option="lora", or_option="matmul",
@@ -22,7 +22,7 @@ PEFT = Library(
         *(
             Target(
                 f"peft.{function}", ">= 0.17", TESTED_EXPERTS,
-                (parameters,), f".moe.lora:{replace}",
+                (parameters,), f".libraries.peft.experts:{replace}",
                 covers, option="experts" if replace == "forward" else ALWAYS, own=("forward",) if replace == "forward" else (),
                 uncounted="the experts' forward counts",
             )
@@ -39,7 +39,7 @@ PEFT = Library(
         *(
             Target(
                 f"{LINEAR}.{name}", ">= 0.17", TESTED,
-                (parameters,), f".merge.linear:{name}",
+                (parameters,), f".libraries.peft.merge:{name}",
                 f'{covers} 4-bit linear layers, with enable(merge="reversible") only',
                 option="merge", uncounted="no weight is dequantized by it",
             )

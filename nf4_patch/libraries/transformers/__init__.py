@@ -20,7 +20,7 @@ TRANSFORMERS = Library(
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
-            (("self", "args", "kwargs"),), ".adapters.transformers:decoder_layer",
+            (("self", "args", "kwargs"),), ".libraries.transformers.layers:decoder_layer",
             'decoder layers run as CUDA graphs in training with gradient checkpointing and in generation with a static cache, with '
             'enable(graphs="auto") only, or keep their activations, with enable(activations=...) only',
             option="graphs", or_option="activations", uncounted="status().graphs counts its replays",
@@ -28,7 +28,7 @@ TRANSFORMERS = Library(
         *(
             Target(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_EXPERTS,
-                EXPERTS_FORWARD, f".moe.transformers:{name}",
+                EXPERTS_FORWARD, f".libraries.transformers.experts:{name}",
                 f'{covers}, with enable(experts="4bit") only',
                 option="experts", own=(f"{name}_experts_forward",),
             )
@@ -40,7 +40,7 @@ TRANSFORMERS = Library(
         *(
             LoadingTarget(
                 f"transformers.{function}", ">= 5.17", TESTED_LOADING,
-                (parameters,), f".moe.loading:{replace}",
+                (parameters,), f".libraries.transformers.loading:{replace}",
                 covers,
                 option=option, patch_copies="." not in function.partition(":")[2],
             )

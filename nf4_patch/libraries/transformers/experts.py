@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..cache.store import cache
-from ..patching.context import function_mode_active
-from ..patching.counters import warn_once
-from ..patching.dequantizer import Dequantizer
-from ..patching.reasons import Reason
-from ..patching.replacement import Function, replacement_of
-from ..patching.target import Target
-from .forward import forward, trait
-from .lora import Wrapper, active_wrappers
-from .product import is_kept_packed
-from .read import PackedExperts, packed_chains, stacks_of
+from ...cache.store import cache
+from ...moe.forward import forward, trait
+from ...moe.product import is_kept_packed
+from ...moe.read import PackedExperts, packed_chains, stacks_of
+from ...patching.context import function_mode_active
+from ...patching.counters import warn_once
+from ...patching.dequantizer import Dequantizer
+from ...patching.reasons import Reason
+from ...patching.replacement import Function, replacement_of
+from ...patching.target import Target
+from ..peft.experts import Wrapper, active_wrappers
 
 
 class Loads:

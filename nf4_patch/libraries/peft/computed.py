@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.counters import warn_once
-from ..patching.originals import is_own
+from ...patching.counters import warn_once
+from ...patching.originals import is_own
 
 PEFT = "peft.tuners.lora.bnb"
 DECODE, OPS = "bitsandbytes.functional", "bitsandbytes.backends.cuda.ops"

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parametrize
 
-from ..patching.originals import is_own
-from ..patching.placement import is_ours
-from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
-from ..patching.switch import switch
-from ..patching.target import Target
-from .forward import trait
-from .product import Lora
-from .read import is_managed, packed_chains
+from ...moe.forward import trait
+from ...moe.product import Lora
+from ...moe.read import is_managed, packed_chains
+from ...patching.originals import is_own
+from ...patching.placement import is_ours
+from ...patching.replacement import Fallbacks, Function, around, instead, replacement_of
+from ...patching.switch import switch
+from ...patching.target import Target
 
 SERVED = ("grouped_mm", "batched_mm")
 LIGER = "liger_kernel.transformers.swiglu"
@@ -300,7 +300,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     would put LoRA on this module instead of on the stack. So the replacement shows peft a dense parameter with that
     name.
     """
-    from .packed import Chain, end_caching
+    from ...moe.packed import Chain, end_caching
 
     on = switch.gates["experts"].on
     with ExitStack() as stack:
@@ -331,7 +331,7 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     if chain is None:
         original(self, *args, **kwargs)
         return
-    from .packed import Chain
+    from ...moe.packed import Chain
 
     chain.__class__ = Chain
     # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads.
@@ -362,7 +362,7 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     """
     from bitsandbytes.functional import quantize_4bit
 
-    from .packed import content_of
+    from ...moe.packed import content_of
 
     after = list(wrapper.merged_adapters)
     if after == adapters:

@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.store import cache
-from ..matmul import lora as few_rows
-from ..matmul.choice import LARGEST_M
-from ..matmul.product import FusedMatmul
-from ..nf4 import runtime
-from ..nf4.weight import OUTPUT_DTYPES
-from ..patching import context
-from ..patching.context import PLAIN, returns_tensors
-from ..patching.counters import counters
-from ..patching.dequantizer import Dequantizer
-from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
-from ..patching.quant_state import fields_of, weight_of
-from ..patching.reasons import Reason
-from ..patching.replacement import Function, replacement_of
-from ..patching.switch import switch
-from ..patching.target import Target
+from ...cache.store import cache
+from ...lora.function import Adapter, Factors, LoraProduct, WideFactors, cast
+from ...lora.launch import supports
+from ...lora.recompute import decisions_of
+from ...matmul import lora as few_rows
+from ...matmul.choice import LARGEST_M
+from ...matmul.product import FusedMatmul
+from ...nf4 import runtime
+from ...nf4.weight import OUTPUT_DTYPES
+from ...patching import context
+from ...patching.context import PLAIN, returns_tensors
+from ...patching.counters import counters
+from ...patching.dequantizer import Dequantizer
+from ...patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
+from ...patching.quant_state import fields_of, weight_of
+from ...patching.reasons import Reason
+from ...patching.replacement import Function, replacement_of
+from ...patching.switch import switch
+from ...patching.target import Target
 from .computed import Computed, say
-from .function import Adapter, Factors, LoraProduct, WideFactors, cast
-from .launch import supports
-from .recompute import decisions_of
 
 # FEW_ROWS: up to this many rows, in a call without a gradient, ``run`` lets the base layer compute the base product.
 # The base layer can multiply few rows straight by the packed weight: in bitsandbytes, and with enable(matmul="auto").

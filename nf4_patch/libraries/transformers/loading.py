@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from ..libraries.transformers import TESTED_LOADING
-from ..offload import planning
-from ..patching.placement import installed
-from ..patching.replacement import around
-from ..patching.switch import switch
-from ..patching.targets import TARGETS
-from .read import is_managed, packed_chains
-from .transformers import Loads
+from ...moe.read import is_managed, packed_chains
+from ...offload import planning
+from ...patching.placement import installed
+from ...patching.replacement import around
+from ...patching.switch import switch
+from ...patching.targets import TARGETS
+from . import TESTED_LOADING
+from .experts import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
@@ -39,7 +39,7 @@ FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:
 WHOLE = (None, None)  # (converter, pattern) of a stack that was saved as one tensor, and needs no conversion
 LARGEST = 2**31 - 1  # A stack with more elements cannot be packed, because bitsandbytes counts in 32 bits on a GPU.
 ENABLE = 'nf4_patch.enable(experts="4bit")'
-OWN = ".moe.loading:"
+OWN = ".libraries.transformers.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
@@ -68,7 +68,7 @@ def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
         packed: the packed bytes.
         state: the QuantState as a dict, in the form in which bitsandbytes saves it.
     """
-    from .packed import Params4bit
+    from ...moe.packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
     parameter._is_hf_initialized = True  # Without it, transformers initializes the parameter with random values.
@@ -414,7 +414,7 @@ def finish(original, self, model, **kwargs) -> Any:
     """
     from bitsandbytes.nn import parametrize as library
 
-    from .packed import end_caching
+    from ...moe.packed import end_caching
 
     left, dense = [], {}
     for path, module in list(model.named_modules()):
