@@ -12,7 +12,8 @@ another library has wrapped the replacement.
 
 from __future__ import annotations
 
-from ..patching.targets import LIBRARIES, TARGETS
+from ..patching.targets import LIBRARIES, MODULES, TARGETS
+from .accelerate import ACCELERATE
 from .bitsandbytes import BITSANDBYTES
 from .liger import LIGER
 from .peft import PEFT
@@ -21,5 +22,6 @@ from .transformers import TRANSFORMERS
 from .unsloth import UNSLOTH
 
 # The order is that in which ``nf4-patch doctor`` imports the libraries: unsloth_zoo cannot be imported before unsloth.
-LIBRARIES[:] = (BITSANDBYTES, UNSLOTH, PEFT, TRANSFORMERS, LIGER, PYTORCH)
+LIBRARIES[:] = (BITSANDBYTES, UNSLOTH, PEFT, TRANSFORMERS, LIGER, PYTORCH, ACCELERATE)
 TARGETS[:] = (target for library in LIBRARIES for target in library.targets)
+MODULES.update(module for library in LIBRARIES for module in library.modules.items())

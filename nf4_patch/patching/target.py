@@ -14,6 +14,12 @@ ANY: tuple[Parameters, ...] = ()  # stands for the parameters of a function writ
 ALWAYS = "always"  # an ``option`` that is never off
 
 
+def function_at(place: str) -> Any:
+    """Return the function at "module:function", relative to this package."""
+    module, function = place.split(":")
+    return getattr(importlib.import_module(module, PACKAGE), function)
+
+
 @dataclass(frozen=True)
 class Target:
     """A library function that nf4_patch replaces: one row of the table ``TARGETS``.
@@ -37,6 +43,9 @@ class Target:
         own: names in the code of the library's function, if the replacement computes the function's result itself. If
             somebody else replaced the function, theirs runs (Reason.REPLACED). Empty for a dequantization, which can
             mean only one thing.
+        rows: if the fused matmul is timed against the function, the most rows that the function multiplies.
+        timed: the function that calls the original to time it, as in ``replace``. It takes the original, x [m, k], the
+            PackedWeight and the QuantState.
         computes: further functions that the replacement computes instead of calling them, as "module:attribute".
     """
 
@@ -53,6 +62,8 @@ class Target:
     uncounted: str = ""
     patch_copies: bool = False
     own: tuple[str, ...] = ()
+    rows: int = 0
+    timed: str = ""
     computes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -90,8 +101,7 @@ class Target:
 
     def make(self, original: Callable[..., Any]) -> Any:
         """Return the replacement of ``original``, marked for ``placement.is_ours``."""
-        module, function = self.replace.split(":")
-        replacement: Any = getattr(importlib.import_module(module, PACKAGE), function)(self, original)
+        replacement: Any = function_at(self.replace)(self, original)
         # ``is_ours`` recognizes the replacement by this mark. If another library wraps the replacement, functools.wraps
         # copies the mark to the wrapper. So the mark names the replacement, which the wrapper is not.
         replacement.__nf4_patch__ = replacement, Target

@@ -52,8 +52,8 @@ from transformers import AutoModelForCausalLM
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe import packed
-from nf4_patch.moe.packed import Merged, hash_of
+from nf4_patch.libraries.bitsandbytes import packed
+from nf4_patch.libraries.bitsandbytes.packed import Merged, hash_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.matmul import error

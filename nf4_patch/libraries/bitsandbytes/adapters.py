@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ...cache.store import cache
 from ...matmul.product import FusedMatmul, multiplied_first
+from ...nf4.weight import PackedWeight
 from ...patching.context import casts
 from ...patching.counters import warn_once
-from ...patching.cpu import AUTOGRAD, corrected
 from ...patching.dequantizer import Dequantizer, served
 from ...patching.quant_state import cpu_packing_or, linear_weight
 from ...patching.reasons import Reason
 from ...patching.replacement import Function, replacement_of
 from ...patching.switch import switch
 from ...patching.target import Target
+from . import AUTOGRAD
+from .cpu import corrected
 
 COMPUTES_IN_FP32 = (
     "nf4_patch: 4-bit layers compute in fp32, which is slow. load_in_4bit=True alone means fp32: also set "
@@ -125,3 +127,14 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
     """Replace ``bitsandbytes.functional.gemv_4bit``. Before bitsandbytes 0.50, Linear4bit calls it for one row."""
     return fused.one_row(A, B, state, out)
+
+
+def call_gemm(original: Function, x: Tensor, weight: PackedWeight, _state: Any) -> Any:
+    return original(
+        x, weight.packed, weight.shape, weight.absmax2, weight.blocksize, weight.quant_type,
+        absmax_8bit=weight.absmax, absmax_code=weight.code2, absmax_offset=weight.offset,
+    )  # fmt: skip
+
+
+def call_gemv(original: Function, x: Tensor, weight: PackedWeight, state: Any) -> Any:
+    return original(x.unsqueeze(1), weight.packed, state=state)

@@ -6,13 +6,16 @@ from ...patching.target import Target
 from ...patching.targets import Library
 from ..transformers import EXPERTS_FORWARD
 
+SWIGLU = "liger_kernel.transformers.swiglu"
+
 LIGER = Library(
     targets=(
         Target(
-            "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
+            f"{SWIGLU}:LigerExperts.forward", ">= 0.8", ("0.8.5",),
             EXPERTS_FORWARD, ".libraries.transformers.experts:grouped_mm",
             'training of packed experts whose forward Liger replaced, with enable(experts="4bit") only',
             option="experts", own=("forward",),
         ),
     ),
+    modules={"fused experts": SWIGLU},
 )  # fmt: skip

@@ -7,7 +7,8 @@ from ...patching.targets import Library
 
 TESTED = ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2")
 TESTED_EXPERTS = ("0.21.0", "0.21.2")
-LINEAR = "peft.tuners.lora.bnb:Linear4bit"
+LINEAR_LAYERS = "peft.tuners.lora.bnb"
+LINEAR = f"{LINEAR_LAYERS}:Linear4bit"
 INJECT = ("self", "model", "adapter_name", "autocast_adapter_dtype", "low_cpu_mem_usage", "state_dict")
 
 PEFT = Library(
@@ -49,4 +50,5 @@ PEFT = Library(
             )
         ),
     ),
+    modules={"LoRA layers": "peft.tuners.lora.layer"},
 )  # fmt: skip

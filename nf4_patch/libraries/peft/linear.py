@@ -35,6 +35,8 @@ from ...patching.reasons import Reason
 from ...patching.replacement import Function, replacement_of
 from ...patching.switch import switch
 from ...patching.target import Target
+from ..bitsandbytes import FUNCTIONS, LAYERS
+from . import LINEAR_LAYERS
 from .computed import Computed, say
 
 # FEW_ROWS: up to this many rows, in a call without a gradient, ``run`` lets the base layer compute the base product.
@@ -89,9 +91,9 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
     Args:
         hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
     """
-    library = sys.modules["bitsandbytes.nn.modules"]
+    library = sys.modules[LAYERS]
     return (
-        type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
+        type(layer) is sys.modules[LINEAR_LAYERS].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
         and not (hooked and (any(HOOKS_ON_ALL) or is_called_otherwise(base)))
     )
@@ -221,7 +223,7 @@ def linear(target: Target, original: Function) -> Function:
         traced = context.is_compiling()  # if True, compiled autograd traces the patched dequantize_4bit as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
-            result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
+            result = sys.modules[FUNCTIONS].dequantize_4bit(packed, state)
         return cast(result, dtype)
 
     def add(packed: Any, state: Any, x: Tensor, bias: Any, adapter: Any) -> Tensor | Reason:

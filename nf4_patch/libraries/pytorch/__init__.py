@@ -6,12 +6,13 @@ import functools
 
 from ...patching.target import ANY, Target
 from ...patching.targets import Library
+from ..bitsandbytes import FUNCTIONS
 
 TESTED = ("2.11.0", "2.13.0")
 
 CacheTarget = functools.partial(
     Target, option="cache", uncounted="its reads may come from the cache",
-    after="bitsandbytes.functional",  # this module imports torch, so by then torch is imported completely
+    after=FUNCTIONS,  # this module imports torch, so by then torch is imported completely
 )  # fmt: skip
 
 PYTORCH = Library(

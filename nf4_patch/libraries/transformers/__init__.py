@@ -10,9 +10,10 @@ from ...patching.targets import Library
 TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")
 TESTED_EXPERTS = ("5.0.0", *TESTED_LOADING)
 EXPERTS_FORWARD = (("self", "hidden_states", "top_k_index", "top_k_weights"),)
-EXPERTS_INTERFACE = "transformers.integrations.moe:ExpertsInterface._global_mapping"
+EXPERTS = "transformers.integrations.moe"
+EXPERTS_INTERFACE = f"{EXPERTS}:ExpertsInterface._global_mapping"
 HF_QUANTIZER = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
-QUANTIZER = "quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
+QUANTIZER = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
 
 LoadingTarget = functools.partial(Target, uncounted="it loads and saves models")
 
@@ -39,27 +40,36 @@ TRANSFORMERS = Library(
         ),
         *(
             LoadingTarget(
-                f"transformers.{function}", ">= 5.17", TESTED_LOADING,
+                function, ">= 5.17", TESTED_LOADING,
                 (parameters,), f".libraries.transformers.loading:{replace}",
                 covers,
                 option=option, patch_copies="." not in function.partition(":")[2],
             )
             for function, parameters, replace, option, covers in (
-                ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "loading gpt-oss, whose checkpoint is in MXFP4, in 4 bits"),
+                ("transformers.quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "loading gpt-oss, whose checkpoint is in MXFP4, in 4 bits"),
                 (f"{QUANTIZER}.param_needs_quantization", ("self", "model", "param_name", "kwargs"), "needs_quantization",
                  "experts", "the choice of the weights that load_in_4bit quantizes"),
-                ("integrations.bitsandbytes:Bnb4bitQuantize.convert",
+                ("transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert",
                  ("self", "input_dict", "full_layer_name", "model", "kwargs"), "quantize", "experts", "quantizing experts while they are loaded"),
-                ("core_model_loading:convert_and_load_state_dict_in_model",
+                ("transformers.core_model_loading:convert_and_load_state_dict_in_model",
                  ("model", "state_dict", "load_config", "disk_offload_index"), "load", "", "loading checkpoints with packed experts"),
                 (f"{QUANTIZER}._process_model_after_weight_loading", ("self", "model", "kwargs"), "finish", "experts",
                  "the parametrization of packed experts"),
-                ("core_model_loading:revert_weight_conversion", ("model", "state_dict"), "save", ALWAYS, "saving packed experts"),
+                ("transformers.core_model_loading:revert_weight_conversion", ("model", "state_dict"), "save", ALWAYS, "saving packed experts"),
                 (f"{QUANTIZER}._dequantize", ("self", "model", "dtype"), "dequantize", ALWAYS,
                  "model.dequantize() of packed experts"),
-                ("modeling_utils:caching_allocator_warmup", ("model", "expanded_device_map", "hf_quantizer"), "warm_up", "offload",
+                ("transformers.modeling_utils:caching_allocator_warmup", ("model", "expanded_device_map", "hf_quantizer"), "warm_up", "offload",
                  "the memory that transformers reserves before it loads a model"),
             )
         ),
     ),
+    modules={
+        "models": "transformers.modeling_utils",
+        "registries of functions": "transformers.utils.generic",
+        "static caches": "transformers.cache_utils",
+        "collected outputs": "transformers.utils.output_capturing",
+        "experts": EXPERTS,
+        "activation functions": "transformers.activations",
+    },
+    folders=("transformers_modules",),
 )  # fmt: skip

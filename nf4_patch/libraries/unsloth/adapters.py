@@ -14,6 +14,7 @@ import torch
 
 from ...matmul.product import FusedMatmul, multiplied_first
 from ...nf4 import runtime
+from ...nf4.weight import PackedWeight
 from ...patching.context import is_compiling
 from ...patching.counters import warn_once
 from ...patching.dequantizer import served
@@ -117,3 +118,8 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
     if A is not None:
         result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
     return result.view(*X.shape[:-1], -1)
+
+
+def rows_of_tokens(original: Function, x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
+    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
+    return original(x.unsqueeze(1), weight.packed, state, None)
