@@ -29,6 +29,7 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
+from ..patching.targets import MODULES
 from .arguments import DROPPED, Unsupported, flattened, replaced, signature
 from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped
 from .fingerprint import Fingerprint
@@ -51,10 +52,11 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
+STATIC_CACHES, COLLECTED = MODULES["static caches"], MODULES["collected outputs"]
 # HARMLESS_HOOKS: Python modules whose hooks a replay may skip.
 # transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
 # bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
-HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
+HARMLESS_HOOKS = {COLLECTED, MODULES["4-bit parametrization"]}
 # CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
 # older architectures
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
@@ -285,7 +287,7 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     name = next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
     if name is None or torch.is_grad_enabled() or is_checkpointed_without_gradients(layer):
         return nothing
-    caches: Any = sys.modules["transformers.cache_utils"]
+    caches: Any = sys.modules[STATIC_CACHES]
     static_cache = arguments[name]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return nothing
@@ -325,7 +327,7 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         return Reason.GRAPH_CHECKPOINT
     if (watcher := context.watched()) is not None:
         return watcher
-    collector: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector: Any = sys.modules.get(COLLECTED)
     if any(HOOKS_ON_ALL) or (collector is not None and collector._active_collector.get()):
         return Reason.GRAPH_HOOKED
     if (

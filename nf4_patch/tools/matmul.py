@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 import nf4_patch
 
+from ..libraries.unsloth import MODULE as UNSLOTH_MODULE
 from ..nf4.codes import code_of
 from ..nf4.dequantize import reference
 from ..nf4.weight import PackedWeight
 from ..patching.quant_state import weight_of
-from .patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
+from .patch import dequantize_4bit, from_unsloth, original
 from .report import NotAvailable
 from .timing import rotation
 

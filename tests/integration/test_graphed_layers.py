@@ -44,8 +44,8 @@ from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.input_offload import OffloadedInput
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.libraries.unsloth import CHECKPOINTING
 from nf4_patch.moe import launch as experts_launch
-from nf4_patch.patching.checkpoint import UNSLOTH
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -375,8 +375,8 @@ def inputs(monkeypatch):
             self.was_prefetched.append(self.on_gpu is not None)
             return super().load()
 
-    unsloth_checkpoint.__module__ = UNSLOTH
-    function = type("UnslothCheckpointFunction", (module.CheckpointFunction,), {"__module__": UNSLOTH})
+    unsloth_checkpoint.__module__ = CHECKPOINTING
+    function = type("UnslothCheckpointFunction", (module.CheckpointFunction,), {"__module__": CHECKPOINTING})
     monkeypatch.setattr(module, "CheckpointFunction", function)
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", unsloth_checkpoint)
     monkeypatch.setattr(graphs_module, "OffloadedInput", Offloaded)

@@ -25,7 +25,9 @@ from tiny_experts import (
 )
 from torch.nn.utils import parametrize
 
-from nf4_patch.moe import forward, lora, packed, product
+from nf4_patch.libraries.bitsandbytes import packed
+from nf4_patch.libraries.peft import experts as lora
+from nf4_patch.moe import forward, product
 
 ON = {"experts": "4bit"}
 SUFFIXES = [f"experts.{stack}" for stack in STACKS]

@@ -160,9 +160,10 @@ for reentrant in (True, False):
 print("cached")
 # layers that run as CUDA graphs know Unsloth's checkpoint by its names
 from functools import partial
-from nf4_patch.patching.checkpoint import UNSLOTH, checkpoint_of
+from nf4_patch.libraries.unsloth import CHECKPOINTING
+from nf4_patch.patching.checkpoint import checkpoint_of
 from unsloth_zoo import gradient_checkpointing as theirs
 
 if newest:
     assert checkpoint_of(partial(theirs.unsloth_checkpoint, use_reentrant=False)).reentrant
-    assert theirs.UnslothCheckpointFunction.__module__ == UNSLOTH
+    assert theirs.UnslothCheckpointFunction.__module__ == CHECKPOINTING

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..activations.layers import kept
-from ..graphs.layers import graphed
-from ..patching.replacement import Function
-from ..patching.target import Target
+from ...activations.layers import kept
+from ...graphs.layers import graphed
+from ...patching.replacement import Function
+from ...patching.target import Target
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
