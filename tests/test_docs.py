@@ -20,11 +20,10 @@ from run_example import completed
 
 from benchmarks import Bench, bits, offload
 from benchmarks.record import Check, Row
-from benchmarks.timing import Machine
+from benchmarks.timing import Machine, Times
 from examples import offline
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.cli import main
-from nf4_patch.tools.timing import Times
 from scripts import render_docs
 
 ROOT = Path(__file__).parents[1]

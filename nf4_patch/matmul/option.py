@@ -26,7 +26,7 @@ class MatmulStatus:
 
 
 def report(mode: str | int) -> tuple[MatmulStatus, ...]:
-    """Return the measurements that this process made or read from disk."""
+    """Return the measurements of this process."""
     module = sys.modules.get(f"{__package__}.choice")  # choice.py imports torch, so it is not imported here
     return module.report() if module else ()
 

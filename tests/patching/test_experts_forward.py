@@ -34,6 +34,7 @@ from tiny_experts import (
 )
 
 import nf4_patch
+from benchmarks.products import error
 from nf4_patch.moe import forward, launch
 from nf4_patch.moe.option import EXPERTS_INTERFACE
 from nf4_patch.moe.product import ExpertWeight
@@ -43,7 +44,6 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, put
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 GROUPED = f"{EXPERTS_INTERFACE}.grouped_mm".replace(":", ".")

@@ -51,12 +51,12 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 import nf4_patch
+from benchmarks.products import error
 from nf4_patch.cache.store import cache
 from nf4_patch.libraries.bitsandbytes import packed
 from nf4_patch.libraries.bitsandbytes.packed import Merged, hash_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 
