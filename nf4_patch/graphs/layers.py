@@ -362,9 +362,9 @@ def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
         warn_once(WRONG_GRADIENTS)
 
 
-def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
+def is_hooked(layer: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False) -> bool:
     """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
-    found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
+    found = [hook for hooks in fingerprint.hooks for hook in hooks.values() if not harmless(hook)]
     if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
     every = [layer, *fingerprint.modules]
@@ -523,6 +523,8 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
         return found.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if graphs.stepping.on:
+            return (partial(layer_call, self, *args, **kwargs),)
         if args and isinstance(args[0], Tensor) and runtime.runs_on(args[0]) and not runtime.is_capturing():
             graphs.make_way(args[0])
             if activations.mode == "auto" and torch.is_grad_enabled():

@@ -26,6 +26,18 @@ TRANSFORMERS = Library(
             'enable(graphs="auto") only, or keep their activations, with enable(activations=...) only',
             option="graphs", or_option="activations", uncounted="status().graphs counts its replays",
         ),
+        Target(
+            "transformers.generation.utils:GenerationMixin._valid_auto_compile_criteria", ">= 5.17", ("5.17.0", "5.24.0"),
+            (("self", "model_kwargs", "generation_config"),), ".libraries.transformers.layers:valid_auto_compile_criteria",
+            'generate() asks for the function that runs its decode steps, with enable(graphs="auto") only',
+            option="graphs", uncounted="status().graphs counts its replays",
+        ),
+        Target(
+            "transformers.modeling_utils:PreTrainedModel.get_compiled_call", ">= 5.17", ("5.17.0", "5.24.0"),
+            (("self", "compile_config"),), ".libraries.transformers.layers:compiled_call",
+            'decode steps of generate() with a static cache run as one CUDA graph, with enable(graphs="auto") only',
+            option="graphs", uncounted="status().graphs counts its replays",
+        ),
         *(
             Target(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_EXPERTS,
