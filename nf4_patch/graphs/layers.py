@@ -52,7 +52,7 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
-STATIC_CACHES, COLLECTED = MODULES["static caches"], MODULES["collected outputs"]
+STATIC_CACHES, COLLECTED, LAYERS = (MODULES[name] for name in ("static caches", "collected outputs", "decoder layers"))
 # HARMLESS_HOOKS: Python modules whose hooks a replay may skip.
 # transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
 # bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
@@ -274,7 +274,7 @@ def is_checkpointed_without_gradients(layer: Any) -> bool:
 
     Older releases checkpoint every call in training mode. Newer ones checkpoint the layer's ``forward``, and only with gradients.
     """
-    kind: Any = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    kind: Any = sys.modules[LAYERS].GradientCheckpointingLayer
     return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
 
 

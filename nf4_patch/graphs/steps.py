@@ -26,6 +26,7 @@ from ..patching.counters import counters, warn_once
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function
 from ..patching.switch import switch
+from ..patching.targets import MODULES
 from . import layers
 from .arguments import Unsupported, layout_of, replaced, signature
 from .capture import Environment, GraphedLayer, Task, Work
@@ -50,6 +51,7 @@ RECORDINGS = (
     4  # at most so many recordings in one ``generate()``: the windows of sliding layers become full at some token
 )
 CACHE = "past_key_values"
+GENERATION, MODELS, STATIC_CACHES = (MODULES[name] for name in ("generation", "models", "static caches"))
 
 
 class Asked(threading.local):
@@ -66,7 +68,7 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
     asked.model = Asked.model
     if original(model, model_kwargs, generation_config):
         return True  # transformers compiles the model
-    mixin: Any = sys.modules["transformers.generation.utils"].GenerationMixin
+    mixin: Any = sys.modules[GENERATION].GenerationMixin
     own = [getattr(type(model), name, None) is not getattr(mixin, name) for name in ("_sample", "_prefill")]
     if (
         any(own)
@@ -87,7 +89,7 @@ def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
 
 def is_static(static_cache: Any) -> bool:
     """Return whether this is a StaticCache whose layers are of known kinds."""
-    caches: Any = sys.modules["transformers.cache_utils"]
+    caches: Any = sys.modules[STATIC_CACHES]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return False
     kinds = [type(layer) for layer in static_cache.layers]
@@ -180,7 +182,7 @@ class Step:
     """The function that ``generate()`` calls for each token after the prefill, in place of its model."""
 
     def __init__(self, model: Any):
-        self.model, self.fallbacks = model, Fallbacks("transformers.modeling_utils.PreTrainedModel.get_compiled_call")
+        self.model, self.fallbacks = model, Fallbacks(f"{MODELS}.PreTrainedModel.get_compiled_call")
         self.key: Any = None
         self.graph: GraphedStep | None = None
         self.observed: Any = None  # the key of the step that was observed, and the model's fingerprint then

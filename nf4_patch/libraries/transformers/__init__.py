@@ -77,6 +77,8 @@ TRANSFORMERS = Library(
     ),
     modules={
         "models": "transformers.modeling_utils",
+        "decoder layers": "transformers.modeling_layers",
+        "generation": "transformers.generation.utils",
         "registries of functions": "transformers.utils.generic",
         "static caches": "transformers.cache_utils",
         "collected outputs": "transformers.utils.output_capturing",
