@@ -215,6 +215,7 @@ def test_every_example_is_in_the_gallery():
         assert f"(../examples/{name})" in (ROOT / "docs" / "examples.md").read_text(), name
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Liger's kernels run on this GPU")
 def test_an_example_with_liger_says_what_it_needs_without_a_gpu(tmp_path):
     """Otherwise Triton's error, "0 active drivers", ends the script after the model was loaded."""
@@ -233,6 +234,7 @@ def test_an_example_refuses_a_checkpoint_without_a_tokenizer(tmp_path):
         offline.tokenizer_of(str(tmp_path))
 
 
+@pytest.mark.full
 def test_site_builds_without_warnings():
     """Every link and every heading that is linked to; each page is in the menu; the docstrings of the API."""
     subprocess.run([ROOT / "scripts" / "docs"], check=True, env={**os.environ, "PYTHON": sys.executable})

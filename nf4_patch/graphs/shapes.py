@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..patching.reasons import Reason
+from ..patching.targets import MODULES
 from .capture import GraphedLayer, trained_places
 from .kept import Generation, Keeper, KeptLayer
 from .option import GraphsStatus
@@ -217,7 +218,7 @@ class Graphs:
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a model, or the module itself if it is one."""
-    kind = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    kind = sys.modules[MODULES["decoder layers"]].GradientCheckpointingLayer
     return [each for each in module.modules() if isinstance(each, kind)]
 
 

@@ -222,14 +222,18 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
     copy another name does so on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
-    wanted = set(map(id, functions))
+    wanted, library = set(map(id, functions)), target.library
     found: list[Place] = []
     for module_name, module in list(sys.modules.items()):
         kind = type(module)  # isinstance() and vars() would run code of a lazy module
-        if issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__:
+        if kind is ModuleType or (
+            issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__
+        ):
             held = HELD.__get__(module)
-            names = list(held) if module_name.split(".")[0] == target.library else [own_name]
-            found += [(module, name) for name in names if id(held.get(name)) in wanted]
+            if module_name.partition(".")[0] == library:
+                found += [(module, name) for name in list(held) if id(held.get(name)) in wanted]
+            elif id(held.get(own_name)) in wanted:
+                found.append((module, own_name))
     return found
 
 

@@ -13,8 +13,9 @@ import pytest
 import test_graphed_layers as graphed
 import torch
 import transformers
+from alternation import crossed
 from packaging.version import Version
-from test_graphed_layers import DEVICE, compared, layers_of, loss_of, model_of
+from test_graphed_layers import DEVICE, EAGER, STEPS, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
 from nf4_patch.graphs.own_code import held_by, is_library
@@ -104,7 +105,7 @@ def test_a_layer_of_the_script():
         return graphed.one_step(model, optimizer, step)
 
     found = compared(make, step_of)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * 4
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * (STEPS - EAGER)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -125,7 +126,7 @@ def test_globals_that_a_layer_reads(reader):
         return graphed.one_step(model, optimizer, step)
 
     found = compared(make, step_of)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * 4
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == 2 * (STEPS - EAGER)
     HOLDER["model"] = None
     gc.collect()
     assert models[-1]() is None
@@ -174,7 +175,7 @@ def test_a_gradient_hook_on_an_activation(reentrant):
         return graphed.one_step(model, optimizer, step)
 
     found = compared(make, step_of)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == 2 * 4
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == 2 * (STEPS - EAGER)
 
 
 # --- parameters that layers share ---
@@ -189,7 +190,7 @@ def test_a_parameter_of_two_layers(reentrant):
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == 4
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == STEPS - EAGER
 
 
 def test_a_layer_that_is_called_twice_before_its_backward():
@@ -219,9 +220,10 @@ def test_a_layer_that_reads_num_items_in_batch():
 
 
 @pytest.mark.parametrize(
-    "options", [{"determinism_check": "none"}, {"early_stop": False}, {"preserve_rng_state": False}], ids=str
+    ("dropout", "options"),
+    crossed((0.1, 0.0), [{"preserve_rng_state": False}, {"early_stop": False}, {"determinism_check": "none"}]),
+    ids=str,
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_options_of_the_checkpoint(options, dropout):
     def make():
         model = model_of(lora_dropout=dropout)
@@ -230,7 +232,7 @@ def test_options_of_the_checkpoint(options, dropout):
 
     found = compared(make)
     drawn = dropout > 0 and "preserve_rng_state" in options
-    assert found["replays"] == (0 if drawn else 3 * 4)
+    assert found["replays"] == (0 if drawn else 3 * (STEPS - EAGER))
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_CHECKPOINT"} if drawn else set())
 
 
@@ -248,7 +250,7 @@ def test_options_of_transformers(options):
         return model
 
     found = compared(make)
-    assert found["replays"] == (3 if "offload" in options else 2) * 4
+    assert found["replays"] == (3 if "offload" in options else 2) * (STEPS - EAGER)
 
 
 def test_the_checkpoint_of_offload():

@@ -10,6 +10,7 @@ from subprocess_python import EVERY_KERNEL, program
 pytest.importorskip("trl")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("liger", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["plain", "liger"])
 def test_the_script_trains_as_with_peft(tmp_path, liger):
     if liger:  # Triton's interpreter does not run its kernels

@@ -53,7 +53,7 @@ def close(got, exact, dtype):
     return bool((got - exact).norm() <= CLOSE[dtype] * exact.norm())
 
 
-@pytest.mark.parametrize("width", [1, 77, 1040])
+@pytest.mark.parametrize("width", [1, 77, pytest.param(1040, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype, width, device):
     """Every kernel with and without an addend; tensors that are not 16-byte aligned too."""
@@ -87,7 +87,9 @@ def same(function, formula, *inputs, dtype):
         assert close(got, exact, dtype)
 
 
-@pytest.mark.parametrize(("width", "adds"), [(1, True), (77, False), (77, True), (1030, True)])
+@pytest.mark.parametrize(
+    ("width", "adds"), [(1, True), (77, False), (77, True), pytest.param(1030, True, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autograd_functions(dtype, width, adds, device):
     where = order(device).for_backward(True)

@@ -9,6 +9,7 @@ import threading
 import bitsandbytes.functional as F
 import pytest
 import torch
+from alternation import thinned
 from oracle import expected, quantized
 from subprocess_python import program, python
 from target import TARGET, linear, same, step
@@ -141,7 +142,7 @@ HALFWAY = {
 }
 
 
-@pytest.mark.parametrize("when", HALFWAY)
+@pytest.mark.parametrize("when", thinned(HALFWAY, 3))
 def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
     """Installed when that import is complete, over what stands there then; after one that failed with the next."""
     fails = "if not os.environ.setdefault('FAILED', ''): os.environ['FAILED'] = '1'; raise KeyError('halfway')"

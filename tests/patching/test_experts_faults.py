@@ -205,7 +205,9 @@ def test_double_backward(patched):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("around", "backend"), [("the step", "aot_eager"), ("the backward", "eager")])
+@pytest.mark.parametrize(
+    ("around", "backend"), [pytest.param("the step", "aot_eager", marks=pytest.mark.full), ("the backward", "eager")]
+)
 def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, backend, patched):
     compiled = torch._dynamo.compiled_autograd._enable
     layer = Layer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import itertools
 import statistics
 import sys
 import weakref
@@ -349,10 +350,15 @@ def doubling(function, wrapped):
     return functools.wraps(function)(theirs) if wrapped else theirs
 
 
-@pytest.mark.parametrize("stacks", [(), STACKS], ids=["16 bits", "packed"])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", [GROUPED, PARAM_WRAPPER])
+@pytest.mark.parametrize(
+    ("place", "when", "wrapped", "stacks"),
+    [
+        pytest.param(*each, marks=() if number in (0, 5, 10, 15) else pytest.mark.full)
+        for number, each in enumerate(
+            itertools.product((GROUPED, PARAM_WRAPPER), ("before", "after"), (False, True), ((), STACKS))
+        )
+    ],
+)
 def test_a_function_that_somebody_put_in_place_runs(place, when, wrapped, stacks, patched):
     """Their function runs with peft's own LoRA. functools.wraps makes it look like the library's."""
     target = next(target for target in TARGETS if target.name == place)

@@ -91,7 +91,9 @@ MERGING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["merge", "second", "unmerge"])
+@pytest.mark.parametrize(
+    "way", ["merge", *(pytest.param(way, marks=pytest.mark.full) for way in ("second", "unmerge"))]
+)
 def test_merging(way):
     """The bytes of every stack are those that its list of merged adapters says, and what is merged comes out to the bit."""
     model, where = tiny(), []
@@ -134,6 +136,7 @@ def test_merging(way):
     assert len(where) > 30
 
 
+@pytest.mark.full
 def test_putting_adapters_on():
     """The experts are what they were, and hold what they held."""
     models, where = [], []

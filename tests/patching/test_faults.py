@@ -169,6 +169,7 @@ def test_without_a_gpu(tmp_path):
     program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.mark.full
 def test_rows_that_bitsandbytes_decodes_wrongly_on_a_cpu():
     program("rows_on_cpu", CUDA_VISIBLE_DEVICES="")
 

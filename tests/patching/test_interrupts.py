@@ -117,6 +117,7 @@ def test_a_block_that_is_interrupted_leaves_the_patch_as_it_was(script):
     assert len(where) > 20
 
 
+@pytest.mark.full
 def test_functions_are_put_back_after_an_interrupted_enable(script):
     original, where = F.dequantize_4bit, []
     names = ("install", "copies", "put"), ("use", "swap")

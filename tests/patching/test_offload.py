@@ -237,7 +237,9 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
+    ("layers", "short", "resident"),
+    [pytest.param(2, 0, [], marks=pytest.mark.full), pytest.param(3, 0, [3], marks=pytest.mark.full), (4, 1, [2])],
+    ids=["buffers", "one more", "a byte short"],
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
     """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""

@@ -14,6 +14,7 @@ import types
 import bitsandbytes.functional as F
 import pytest
 import torch
+from alternation import crossed
 from oracle import expected, quantized
 from target import TARGET, Object, in_package, replaced_by, row
 
@@ -263,13 +264,12 @@ def copies(script):
     return script.dequantize_4bit, script.late.dequantize_4bit
 
 
-@pytest.mark.parametrize("wrap", [*WRAPPERS.values(), lambda ours: ours], ids=[*WRAPPERS, "ours, put back by hand"])
-@pytest.mark.parametrize("while_on", [True, False])
-def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrap, while_on):
+@pytest.mark.parametrize(("while_on", "wrapper"), crossed((True, False), [*WRAPPERS, "ours, put back by hand"]))
+def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrapper, while_on):
     """Somebody wraps ours, or puts it back by hand: copies in other modules are patched by enable() and restored by disable()."""
     if not while_on:
         nf4_patch.disable()
-    F.dequantize_4bit = theirs = wrap(script.ours)
+    F.dequantize_4bit = theirs = WRAPPERS.get(wrapper, lambda ours: ours)(script.ours)
     for _ in range(2):
         nf4_patch.disable()
         assert copies(script) == (script.original, script.original)

@@ -76,7 +76,8 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("-m", "nf4_patch", "run"), marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("words", [(), ("-m", "nf4_patch", "run")], ids=str)
 def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_path, monkeypatch):
     """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load

@@ -16,6 +16,7 @@ from benchmarks.baselines import UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
 from benchmarks.timing import Machine, Times
 
+pytestmark = pytest.mark.full
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
 

@@ -144,7 +144,8 @@ def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
         assert all(each["status"]["enabled"] and "others" not in each for each in found[1:])
 
 
-@pytest.mark.parametrize("option", ["-I", pytest.param("-E", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["-I", "-E"])
 def test_a_python_that_ignores_variables_is_patched_and_does_not_report(option, tmp_path):
     """By bitsandbytes, which loads the package when it is imported."""
     look = "import importlib.metadata as m; print(len(m.entry_points(group='bitsandbytes.backends', name='nf4_patch')))"
