@@ -153,10 +153,11 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
     for match, text in ((OF_A_FILE.match(text), text) for text in typed):
         file = tree / match[1]
         if match[2]:
-            before, start, after = file.read_text().partition(f"\n{match[3]}: list[Target] = [\n")
+            before, start, after = file.read_text().partition(f"\n{match[3]} = [\n")
             text = before + start + after.replace("\n]", f"\n{text.removeprefix(match[0])}]", 1)
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    assert len(typed) == 3
+    assert len(typed) == 4
     lint = ("-m ruff check --no-cache nf4_patch tests/patching/test_toy.py", "-m mypy --no-incremental")
     for command in ("-m pytest -p no:cacheprovider tests/patching/test_toy.py", "scripts/render_docs.py", *lint):
         done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=f"{tree}:{tmp_path}")

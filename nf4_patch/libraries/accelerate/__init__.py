@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ...patching.targets import Library
 
-ACCELERATE = Library(modules={"hooks of placed modules": "accelerate.hooks"})
+LIBRARY = Library(modules={"hooks of placed modules": "accelerate.hooks"})

@@ -20,7 +20,7 @@ STATE = ".quant_state.bitsandbytes__"  # A checkpoint holds a QuantState under t
 # bitsandbytes saves the parts of a QuantState under keys that consist of the weight's key, a dot and one of FIELDS.
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
 
-BITSANDBYTES = Library(
+LIBRARY = Library(
     targets=(
         Target(
             f"{FUNCTIONS}:dequantize_4bit", ">= 0.43", TESTED,

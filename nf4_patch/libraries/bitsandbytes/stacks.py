@@ -30,8 +30,10 @@ def functions() -> Any:
 
 def decoded(packed: Tensor, state: Any) -> Tensor:
     """Decode a stack without the kernel."""
+    from bitsandbytes.functional import dequantize_4bit  # Dynamo can trace this import
+
     right = corrected("packed experts", packed, state, None)
-    dense: Tensor = functions().dequantize_4bit(packed, state) if right is None else right
+    dense: Tensor = dequantize_4bit(packed, state) if right is None else right
     return dense
 
 

@@ -8,7 +8,7 @@ from ..transformers import EXPERTS_FORWARD
 
 SWIGLU = "liger_kernel.transformers.swiglu"
 
-LIGER = Library(
+LIBRARY = Library(
     targets=(
         Target(
             f"{SWIGLU}:LigerExperts.forward", ">= 0.8", ("0.8.5",),

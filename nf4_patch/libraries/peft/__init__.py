@@ -11,7 +11,7 @@ LINEAR_LAYERS = "peft.tuners.lora.bnb"
 LINEAR = f"{LINEAR_LAYERS}:Linear4bit"
 INJECT = ("self", "model", "adapter_name", "autocast_adapter_dtype", "low_cpu_mem_usage", "state_dict")
 
-PEFT = Library(
+LIBRARY = Library(
     targets=(
         Target(
             f"{LINEAR}.forward", ">= 0.17", TESTED,

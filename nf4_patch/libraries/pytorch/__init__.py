@@ -15,7 +15,7 @@ CacheTarget = functools.partial(
     after=FUNCTIONS,  # this module imports torch, so by then torch is imported completely
 )  # fmt: skip
 
-PYTORCH = Library(
+LIBRARY = Library(
     targets=(
         CacheTarget(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED,

@@ -17,7 +17,7 @@ QUANTIZER = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
 
 LoadingTarget = functools.partial(Target, uncounted="it loads and saves models")
 
-TRANSFORMERS = Library(
+LIBRARY = Library(
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),

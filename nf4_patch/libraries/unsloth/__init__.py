@@ -20,7 +20,7 @@ DEQUANTIZE = ".libraries.unsloth.adapters:fast_dequantize"
 TIMED = ".libraries.unsloth.adapters:rows_of_tokens"
 MatmulTarget = functools.partial(Target, option="matmul")
 
-UNSLOTH = Library(
+LIBRARY = Library(
     targets=(
         Target(
             f"{MODULE}:fast_dequantize", "<= 2026.9.12", ("2026.6.9", "2026.9.7"),
