@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -82,13 +81,11 @@ class ActiveWrappers(threading.local):
     Each of these forwards applies its LoRA factors only once, in the first forward of the experts.
     """
 
-    # The references are weak, so that even after an interrupt no wrapper outlives its forward.
-    references: tuple[weakref.ref[Wrapper], ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()
 
     def of(self, experts: Any) -> list[Wrapper]:
         """Return the running wrappers of an experts module whose LoRA factors were not used yet."""
-        wrappers = (reference() for reference in self.references)
-        return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
+        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
 
 
 active_wrappers = ActiveWrappers()
@@ -143,15 +140,13 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        wrapper, before = (
-            Wrapper(self, adapters, (state or experts._parameters[name]).dtype),
-            active_wrappers.references,
-        )
+        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        before = active_wrappers.wrappers
         try:
-            active_wrappers.references = (*before, weakref.ref(wrapper))
+            active_wrappers.wrappers = (*before, wrapper)
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            active_wrappers.references = before
+            active_wrappers.wrappers = before
         if wrapper.is_asked:
             return result
         raise RuntimeError(
@@ -181,20 +176,17 @@ def seen_dense(module: Any) -> Iterator[None]:
     kind, parameters = type(module), dict(module._parameters)
     parametrizations = module._modules["parametrizations"]
 
-    def restore() -> None:
-        module.__class__ = kind
-        module._modules["parametrizations"] = parametrizations
-        module._parameters.clear()
-        module._parameters.update(parameters)
-
-    with ExitStack() as stack:
-        stack.callback(restore)
-        stack.callback(restore)  # ``restore`` runs twice, because an interrupt can end one of the two runs early.
+    try:
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
         module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
         yield
+    finally:
+        module.__class__ = kind
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 # Unsloth writes these fields into adapter_config.json. LAYOUT names one layout of lora_B, and LAYOUTS one per stack.
