@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any, Protocol
 
 from .product import Lora
@@ -25,13 +24,11 @@ class ActiveWrappers(threading.local):
     Each of these forwards applies its LoRA factors only once, in the first forward of the experts.
     """
 
-    # The references are weak, so that even after an interrupt no wrapper outlives its forward.
-    references: tuple[weakref.ref[Wrapper], ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()
 
     def of(self, experts: Any) -> list[Wrapper]:
         """Return the running wrappers of an experts module whose LoRA factors were not used yet."""
-        wrappers = (reference() for reference in self.references)
-        return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
+        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
 
 
 active_wrappers = ActiveWrappers()

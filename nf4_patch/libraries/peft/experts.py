@@ -11,7 +11,6 @@ separately (see product.py). peft's code still finds, names and saves the adapte
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -88,15 +87,13 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        wrapper, before = (
-            Wrapper(self, adapters, (state or experts._parameters[name]).dtype),
-            active_wrappers.references,
-        )
+        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        before = active_wrappers.wrappers
         try:
-            active_wrappers.references = (*before, weakref.ref(wrapper))
+            active_wrappers.wrappers = (*before, wrapper)
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            active_wrappers.references = before
+            active_wrappers.wrappers = before
         if wrapper.is_asked:
             return result
         raise RuntimeError(
@@ -126,20 +123,17 @@ def seen_dense(module: Any) -> Iterator[None]:
     kind, parameters = type(module), dict(module._parameters)
     parametrizations = module._modules["parametrizations"]
 
-    def restore() -> None:
-        module.__class__ = kind
-        module._modules["parametrizations"] = parametrizations
-        module._parameters.clear()
-        module._parameters.update(parameters)
-
-    with ExitStack() as stack:
-        stack.callback(restore)
-        stack.callback(restore)  # ``restore`` runs twice, because an interrupt can end one of the two runs early.
+    try:
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
         module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
         yield
+    finally:
+        module.__class__ = kind
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 @around

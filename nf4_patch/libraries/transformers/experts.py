@@ -74,18 +74,7 @@ def run(
         whole: as in ``experts``.
         routed: hidden_states, top_k_index and top_k_weights.
     """
-    try:
-        return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
-    except Exception:
-        raise
-    except BaseException:
-        # After a KeyboardInterrupt, PyTorch does not call forward hooks.
-        # So call the hook of bitsandbytes here that ends the caching of dense stacks.
-        library = sys.modules.get(PARAMETRIZE)
-        for hook in module._forward_hooks.values():
-            if library is not None and hook is library._disable_parametrization_cache:
-                hook(module, (), None)
-        raise
+    return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
