@@ -12,6 +12,7 @@ writes each data file. A record is a flat dict: a row of a data file, or one sid
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -290,9 +291,10 @@ def what_to_type(*keys: str) -> str:
     shown = [
         row._asdict() | {
             "typed": row.line if row.line == "nothing" else f"`{row.line}`", "expected": EXPECTED[row.key](),
-            "also": ", ".join(f"`{each}`" if "=" in each else each for each in row.also.split(", ") if each),
+            "also": "the same" if row.also == before.also != "" else
+                    ", ".join(f"`{each}`" if "=" in each else each for each in row.also.split(", ") if each),
         }
-        for row in advice.TABLE if not keys or row.key in keys
+        for before, row in itertools.pairwise([advice.DENSE._replace(also=""), *advice.TABLE]) if not keys or row.key in keys
     ]  # fmt: skip
     return pivot(shown, rows if keys else rows | {"also set": "{also}", "what to expect": "{expected}"})
 

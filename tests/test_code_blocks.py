@@ -170,11 +170,11 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
     )
 
 
-COMPILED = pytest.mark.full  # integration/test_graphs.py compiles a whole model at every change
+SLOW = pytest.mark.full  # integration/test_graphs.py compiles a whole model at every change, test_examples.py trains with TRL
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[COMPILED] * (".compile(" in b.text), id=str(b)) for b in BLOCKS]
+    "block", [pytest.param(b, marks=[SLOW] * any(map(b.text.count, (".compile(", "SFTTrainer("))), id=str(b)) for b in BLOCKS]
 )
 def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"

@@ -23,7 +23,7 @@ MIXTURES = [
     Advice("mixture-24", "mixture of experts", "24 GB", f'{EXPERTS}, cache="off")', FULL, 23),
     Advice("mixture-16", "mixture of experts", "16 GB", f'{EXPERTS}, cache="off", offload="6GiB")', FULL, 14.5),
     Advice("mixture-12", "mixture of experts", "12 GB", f'{EXPERTS}, cache="off", offload="3GiB")', FULL, 11.5),
-    Advice("mixture-8", "mixture of experts", "8 GB", f'{EXPERTS}, cache="off", offload="all")', f"LoRA r=8, {FULL}", 7),
+    Advice("mixture-8", "mixture of experts, LoRA r = 8", "8 GB", f'{EXPERTS}, cache="off", offload="all")', FULL, 7),
 ]  # fmt: skip
 TABLE = [
     DENSE,

@@ -197,7 +197,7 @@ def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, st
     fits = advice.mixture(min((gpu.gibibytes * 1.073741824 for gpu in gpus), default=math.inf))
     lines["mixtures of experts"] = f"nf4_patch.{fits.line}" if fits else "Qwen3-30B-A3B does not fit, even with offload"
     if fits and fits is not advice.MIXTURES[0]:
-        lines["for Qwen3-30B-A3B also"] = fits.also
+        lines["for Qwen3-30B-A3B also"] = ", ".join([*fits.model.split(", ")[1:], fits.also])  # the rank of LoRA
     return lines
 
 
