@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -190,6 +190,14 @@ PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / 64 / 256  # per weight: the code, absmax in 
 ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 
 
+OFFLOADED = {"model": "Qwen3-30B-A3B", "rank": 16, "attention_only": False, "optimizer": "adamw8bit"}
+OFFLOAD = {
+    "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
+    "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
+    "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}", "in host memory, GB": "{experts_gb:.1f}",
+}  # fmt: skip
+
+
 def offload(**where: Any) -> list[Record]:
     """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
 
@@ -217,12 +225,8 @@ def figure(text: str, **where: Any) -> str:
     return text.format_map(offload(**{"model": "Qwen3-30B-A3B"} | ALL | where)[0])
 
 
-LIGER, CACHE = "and `use_liger_kernel=True`", '`enable(cache="auto")`'
-STATIC = '`enable(matmul="auto", graphs="auto")` and `cache_implementation="static"`'
-EXPERTS, LAYERS = (
-    f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}',
-    f'`enable(lora="fused", graphs="auto")` {LIGER}',
-)
+EXPERTS, LAYERS = "`experts`, `lora`, `graphs`, Liger", "`lora`, `graphs`, Liger"
+STATIC = "`matmul`, `graphs`, a static cache"
 OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
 BLOCK_GRAPHS = "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`"
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: what runs, what to type, compared with, records
@@ -235,40 +239,37 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
                       partial(speedups, "recipe-16", "graphs", "unsloth, offloading")),
     "dense-block": ("the same", "the same", BLOCK_GRAPHS, partial(speedups, "recipe-16", "graphs", "unsloth, block graphs")),
     "dense": ("dense, 16 layers, TRL", LAYERS, "a plain script, without Liger", partial(speedups, "recipe-16", "graphs", "peft")),
-    "unsloth": ("Unsloth, its defaults, dense, 16 layers", '`enable(graphs="auto")`', "no patch",
+    "unsloth": ("Unsloth, its defaults, dense, 16 layers", "`graphs`", "no patch",
                 partial(speedups, "recipe-16", *OFFLOADING)),
     "generation": ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
     "bits": ("dense, 4 layers, peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
-    "small": ("Llama-3.2-1B, TRL", LAYERS, "a plain script, without Liger", partial(speedups, "recipe-1b", "graphs", "peft")),
-    "small-block": ("the same", "the same", BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
-    "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", '`enable(graphs="auto")`', "no patch",
+    "small": ("Llama-3.2-1B, TRL", LAYERS, BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
+    "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
                         partial(speedups, "recipe-moe", *OFFLOADING)),
-    "cache": ("dense, 4 layers, TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
-    "generation-peft": ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
-                        partial(rollouts, "graphs", "bitsandbytes and peft")),
-    "generation-compiled": ("4-bit generation, compiled, 1 / 8 / 32 sequences", '`enable(matmul="auto")`', "bitsandbytes",
+    "cache": ("dense, 4 layers, TRL, memory to spare", "`cache`", "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
+    "generation-compiled": ("4-bit generation, compiled, 1 / 8 / 32 sequences", "`matmul`", "bitsandbytes",
                             partial(records, "generate", side="stock", setting="compiled")),
 }  # fmt: skip
 
 
 def gains(*keys: str) -> str:
     """Return the table of these rows of GAINS, or of all rows with what to type."""
-    rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({} if keys else {"what was typed": "{gain[1]}"})
+    rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({} if keys else {"what was on": "{gain[1]}"})
     found = [record | {"gain": GAINS[key], "origin": ""} for key in keys or GAINS for record in GAINS[key][-1]()]
     (gpu,) = {record["gpu"] for record in found}
     return pivot(found, {heading or f"{gpu}, random weights": form for heading, form in rows.items()},
                  {"{clock}": "{speedup}"}, behind=not keys)  # fmt: skip
 
 
-def gain(key: str, where: str = "at 512 / 2,048 / 4,096 tokens") -> str:
+def gain(key: str, where: str = "of wall-clock time") -> str:
     """Return a row of GAINS as words."""
     _, _, other, found = GAINS[key]
     wall = [record for record in found() if record["clock"] == WALL_TIME]
-    return f"{' / '.join(record['speedup'] for record in wall)} {where}, compared with {other} ({wall[0]['gpu']})"
+    return f"{' / '.join(record['speedup'] for record in wall)} {where}, compared with {other}"
 
 
 def peak(share: str, rank: int = 16) -> Callable[[], str]:
-    text = f"Qwen3-30B-A3B, LoRA r = {rank} on all experts: peak {{training_gb:.1f}} GB"
+    text = f"Qwen3-30B-A3B, LoRA r = {rank}: peak {{training_gb:.1f}} GB"
     return partial(figure, text, offload=share, rank=rank)
 
 
@@ -279,8 +280,7 @@ EXPECTED: dict[str, Callable[[], str]] = {  # key of an advice -> what to expect
     "mixture-24": peak("off"), "mixture-16": peak("6GiB"), "mixture-12": peak("3GiB"), "mixture-8": peak("all", 8),
     "old": lambda: "graphs stay off; not measured",
     "generation": lambda: gain("generation", "with 8 / 32 sequences"),
-    "bits": lambda: "GPU time " + " / ".join(r["speedup"] for r in GAINS["bits"][-1]() if r["clock"] == GPU_TIME)
-                    + " at 512 / 2,048 / 4,096 tokens",
+    "bits": lambda: "GPU time: " + " / ".join(r["speedup"] for r in GAINS["bits"][-1]() if r["clock"] == GPU_TIME),
     "none": lambda: "no gain",
 }  # fmt: skip
 
@@ -336,9 +336,11 @@ def install() -> str:
     return f"```bash\npip install git+{repository} {libraries}    # downloads 5.4 GB, with CUDA's PyTorch\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
-def sides(name: str, heading: str, **where: Any) -> str:
-    """Return the table of a benchmark with a row per subject and a column per side."""
+def sides(name: str, heading: str, only: Container[int] | None = None, **where: Any) -> str:
+    """Return the table of a benchmark with a row per subject and a column per side, of weights with ``only`` these sizes."""
     found = [record for record in records(name, **where) if "fp16" not in record["subject"]]
+    if only is not None:
+        found = [row for row in found if all(int(size) in only for size in re.findall(r"\d{3,}", row["subject"]))]
     return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
 
 
@@ -373,6 +375,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "noise": lambda: f"less than {1 + WALL_NOISE:.1f}×",
     "gains": gains,
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
+    "dequantize-llama": partial(sides, "bench", "µs", {1024, 4096, 14336}, section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
     "host": partial(sides, "bench", "µs", section="host"),
     "challenge": partial(sides, "challenge", "s", subject="total"),
@@ -414,12 +417,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "GB": "{model}", "model in 16 bits": "{dense_gb:.0f}", "packed model": "{packed_gb:.0f}",
         "packed experts": "{experts_gb:.1f}", "adapters in bf16": "{adapters_gb:.1f}",
         'peak of a step with `offload="all"`': "{training_gb:.1f}"}),
-    "offload": lambda: pivot(offload(), {
-        "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}",
-        "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
-        "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
-        "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
-        "in host memory, GB": "{experts_gb:.1f}"}),
+    "offload": lambda: pivot(offload(**OFFLOADED), {"tokens": "{tokens:,}", **OFFLOAD}),
+    "offload-all": lambda: pivot(offload(), {
+        "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}", **OFFLOAD}),
     "wait": lambda: " ms instead of ".join(
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),

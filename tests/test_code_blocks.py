@@ -166,7 +166,7 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
         done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=f"{tree}:{tmp_path}")
         assert done.returncode == 0, done.stdout
     assert (
-        "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |" in (tree / "docs" / "compatibility.md").read_text()
+        "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |" in (tree / "docs" / "data" / "targets.md").read_text()
     )
 
 
