@@ -74,8 +74,9 @@ def test_a_mixture_that_doctor_recommends_was_measured_on_such_a_gpu():
     found = {row.key: row for row in advice.MIXTURES}
     for key, rank in ours.items():
         (share,) = re.findall(r'offload="(.*?)"', found[key].line) or ["off"]
-        (run,) = render_docs.offload(**render_docs.ALL | {"model": "Qwen3-30B-A3B", "offload": share, "rank": rank})
-        assert run["training_gb"] + 0.5 <= found[key].gigabytes <= float(found[key].gpu.split()[0])
+        where = {"model": "Qwen3-30B-A3B", "offload": share, "rank": rank, "optimizer": "adamw8bit"}
+        peaks = [run["training_gb"] for run in render_docs.offload(**render_docs.ALL | where)]
+        assert peaks and max(peaks) + 0.5 <= found[key].gigabytes <= float(found[key].gpu.split()[0])
 
 
 def test_status_in_the_readme_is_what_it_prints(monkeypatch):
@@ -184,7 +185,7 @@ def test_one_line_has_the_address_of_the_repository(tmp_path, monkeypatch):
     address, text = "https://github.com/someone/nf4_patch", README.read_text()
     assert absolute(text, "") == text
     links = re.findall(r"\]\(([^)]*)\)", absolute(text, address))
-    assert len(links) > 20 and all(link.startswith("https://") for link in links)
+    assert len(links) > 15 and all(link.startswith("https://") for link in links)
     assert absolute("![bars](docs/bars.svg)", address) == f"![bars]({address}/raw/main/docs/bars.svg)"
     assert f"[recipes]({address}/blob/main/docs/recipes.md#x), [a](#b)" in absolute(
         "[recipes](docs/recipes.md#x), [a](#b)", address
