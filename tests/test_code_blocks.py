@@ -166,15 +166,19 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
         done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=f"{tree}:{tmp_path}")
         assert done.returncode == 0, done.stdout
     assert (
-        "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |" in (tree / "docs" / "data" / "targets.md").read_text()
+        "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |"
+        in (tree / "docs" / "data" / "targets.md").read_text()
     )
 
 
-SLOW = pytest.mark.full  # integration/test_graphs.py compiles a whole model at every change, test_examples.py trains with TRL
+SLOW = (
+    pytest.mark.full
+)  # integration/test_graphs.py compiles a whole model at every change, test_examples.py trains with TRL
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[SLOW] * any(map(b.text.count, (".compile(", "SFTTrainer("))), id=str(b)) for b in BLOCKS]
+    "block",
+    [pytest.param(b, marks=[SLOW] * any(map(b.text.count, (".compile(", "SFTTrainer("))), id=str(b)) for b in BLOCKS],
 )
 def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
@@ -200,10 +204,14 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         if ADAPTER in code:
             code = code.replace(ADAPTER, adapter(tmp_path))
         if "SFTTrainer(" in code:  # the loss of TRL needs Triton's interpreter, which does not run Liger's kernels
-            code = code if torch.cuda.is_available() else code.replace("use_liger_kernel=True", "use_liger_kernel=False")
+            code = (
+                code if torch.cuda.is_available() else code.replace("use_liger_kernel=True", "use_liger_kernel=False")
+            )
             (tmp_path / "script.py").write_text(OFFLINE + code)
             done = completed([sys.executable, "script.py"], tmp_path, subprocess.STDOUT)
-            assert done.returncode == 0 and re.search(r"[1-9]\d* dequantizations in the kernel", done.stdout), done.stdout
+            assert done.returncode == 0 and re.search(r"[1-9]\d* dequantizations in the kernel", done.stdout), (
+                done.stdout
+            )
             return
         exec(compile(code, str(block), "exec"), vars(script))
         if "trainer.train()" in code and ".compile(" not in code:  # whose calls are not all counted
