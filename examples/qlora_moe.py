@@ -53,7 +53,7 @@ args = parser.parse_args()
 if args.liger_loss:
     require_liger(parser)
 
-nf4_patch.enable(experts="4bit", offload=args.offload)
+nf4_patch.enable("fast", experts="4bit", cache="off", offload=args.offload)  # no cache, because the model fills the GPU
 
 device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(), checkpoint(args.model, args.size)
 in_4_bits = BitsAndBytesConfig(

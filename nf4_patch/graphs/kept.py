@@ -41,14 +41,18 @@ class Keeper:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
-        self.waiting: list[KeptLayer] = []  # layers whose activations may wait for their backward, the latest last
+        # layers whose activations may wait for their backward, the latest last. Their calls hold them, this list does not.
+        self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
 
     def top(self) -> KeptLayer | None:
         """Return the last layer whose activations wait for their backward."""
-        while self.waiting and self.waiting[-1].token() is None:
+        while self.waiting:
+            layer = self.waiting[-1]()
+            if layer is not None and layer.token() is not None:
+                return layer
             self.waiting.pop()
-        return self.waiting[-1] if self.waiting else None
+        return None
 
     def is_open(self) -> bool:
         """Return whether a layer can be recorded now, without writing over activations that wait for their backward."""
@@ -133,7 +137,7 @@ class KeptLayer(GraphedLayer):
     def began(self, token: Token) -> None:
         """Note that a forward is about to write the layer's activations."""
         self.token = weakref.ref(token)
-        self.keeper.waiting.append(self)
+        self.keeper.waiting.append(weakref.ref(self))
 
     def may_backward(self) -> bool:
         """Return whether a replay of the backward would write over no activations that wait for their backward."""

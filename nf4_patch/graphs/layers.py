@@ -29,6 +29,7 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
+from ..patching.targets import MODULES
 from .arguments import DROPPED, Unsupported, flattened, replaced, signature
 from .capture import Environment, GraphedLayer, Task, alias_of, not_pending, swapped
 from .fingerprint import Fingerprint
@@ -51,10 +52,11 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
+STATIC_CACHES, COLLECTED, LAYERS = (MODULES[name] for name in ("static caches", "collected outputs", "decoder layers"))
 # HARMLESS_HOOKS: Python modules whose hooks a replay may skip.
 # transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
 # bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
-HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
+HARMLESS_HOOKS = {COLLECTED, MODULES["4-bit parametrization"]}
 # CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
 # older architectures
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
@@ -267,6 +269,15 @@ def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
 NOT_CHECKPOINTED = Checkpoint(reentrant=False, offloads=False)
 
 
+def is_checkpointed_without_gradients(layer: Any) -> bool:
+    """Return whether a call without gradients runs in a checkpoint, for which transformers drops the cache of keys and values.
+
+    Older releases checkpoint every call in training mode. Newer ones checkpoint the layer's ``forward``, and only with gradients.
+    """
+    kind: Any = sys.modules[LAYERS].GradientCheckpointingLayer
+    return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
+
+
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     """Return the StaticCache that this call of a layer writes, and the name of the argument that holds it.
 
@@ -274,9 +285,9 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     """
     nothing = "", None
     name = next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
-    if name is None or torch.is_grad_enabled() or (layer.gradient_checkpointing and layer.training):
+    if name is None or torch.is_grad_enabled() or is_checkpointed_without_gradients(layer):
         return nothing
-    caches: Any = sys.modules["transformers.cache_utils"]
+    caches: Any = sys.modules[STATIC_CACHES]
     static_cache = arguments[name]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return nothing
@@ -316,7 +327,7 @@ def why_not(layer: Any, args: tuple[Any, ...], generates: bool) -> Reason | None
         return Reason.GRAPH_CHECKPOINT
     if (watcher := context.watched()) is not None:
         return watcher
-    collector: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector: Any = sys.modules.get(COLLECTED)
     if any(HOOKS_ON_ALL) or (collector is not None and collector._active_collector.get()):
         return Reason.GRAPH_HOOKED
     if (
@@ -338,7 +349,9 @@ def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not (layer.gradient_checkpointing and layer.training):
         return
     if not torch.is_grad_enabled():
-        drops_cache = not getattr(layer, "_can_checkpoint_with_cache", False)
+        drops_cache = is_checkpointed_without_gradients(layer) and not getattr(
+            layer, "_can_checkpoint_with_cache", False
+        )
         cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
         if drops_cache and cached and args and isinstance(args[0], Tensor) and args[0].shape[1:2] == (1,):
             warn_once(WRONG_TOKENS)
@@ -349,9 +362,9 @@ def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
         warn_once(WRONG_GRADIENTS)
 
 
-def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
+def is_hooked(layer: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False) -> bool:
     """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
-    found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
+    found = [hook for hooks in fingerprint.hooks for hook in hooks.values() if not harmless(hook)]
     if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
     every = [layer, *fingerprint.modules]
@@ -510,6 +523,8 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
         return found.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if graphs.stepping.on:
+            return (partial(layer_call, self, *args, **kwargs),)
         if args and isinstance(args[0], Tensor) and runtime.runs_on(args[0]) and not runtime.is_capturing():
             graphs.make_way(args[0])
             if activations.mode == "auto" and torch.is_grad_enabled():

@@ -89,7 +89,7 @@ class ProgressLine:
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth."""
+    """Faster QLoRA training in less GPU memory, for peft, TRL and Unsloth, with one line of code."""
     ctx.obj = progress = ProgressLine()
     ctx.call_on_close(progress.clear)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import platform
 import sys
@@ -15,22 +16,24 @@ import torch
 
 import nf4_patch
 
-from ..adapters import unsloth as unsloth_adapter
 from ..graphs.option import WAIT_FOR_PYTHON
+from ..libraries.bitsandbytes import cpu
+from ..libraries.unsloth import DEQUANTIZE
+from ..libraries.unsloth import adapters as unsloth_adapter
 from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
 from ..options import OPTIONS
-from ..patching import cpu
 from ..patching.config import VARIABLES, Config, options_set, unknown_variables
-from ..patching.option import FAST, size_in_words
+from ..patching.option import size_in_words
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.target import Target
 from ..patching.targets import TARGETS
 from ..snapshot import TargetStatus
 from ..version import holds, release_of
+from . import advice
 from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
 TAKE_FP16 = (
@@ -41,7 +44,6 @@ TAKE_FP16 = (
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are only counted, not listed
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
-SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -127,7 +129,7 @@ class DoctorReport(Report):
         if self.lines and not self.problems():
             yield ""
             yield "What to type:"
-            yield from (f"  {who + ':':24}{line}" for who, line in self.lines.items())
+            yield from (f"  {who + ':':25}{line}" for who, line in self.lines.items())
         yield ""
         for gpu in self.gpus:
             yield from gpu.lines(self.verbose)
@@ -170,7 +172,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     releases = installed_releases()
     gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
     targets, limits = examine_targets(unsloth, config, tell)
-    lines = lines_to_type(releases, [gpu.capability for gpu in gpus])
+    lines = lines_to_type(releases, gpus)
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
@@ -178,24 +180,25 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     )  # fmt: skip
 
 
-def lines_to_type(releases: dict[str, str], capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
-    """Return the lines of code that the user should type.
+def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the lines of code that the user should type, by what they are for.
 
-    Args:
-        capabilities: compute capability of each GPU. Batches of few lengths are suggested only for a GPU that is so fast
-            that it waits for Python, because CUDA graphs need them.
+    CUDA graphs need batches of few lengths, which are suggested only for a GPU that is so fast that it waits for Python. A mixture
+    must fit on the GPU with the least memory.
     """
 
     def has(name: str, condition: str) -> bool:
         return name in releases and holds(releases[name], condition)
 
-    lines = {"to train faster": f'nf4_patch.enable("{FAST}")', "or with the same bits": "nf4_patch.enable()"}
-    if has("transformers", ">= 4.53") and any(capability >= WAIT_FOR_PYTHON for capability in capabilities):
-        lines["also in SFTConfig"] = SETTINGS
-    fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
-    lines["mixtures of experts"] = (
-        f'nf4_patch.enable("{FAST}", experts="4bit")' if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
-    )
+    lines = {"to train faster": f"nf4_patch.{advice.DENSE.line}", "or with the same bits": "nf4_patch.enable()"}
+    if has("transformers", ">= 4.53") and any(gpu.capability >= WAIT_FOR_PYTHON for gpu in gpus):
+        lines["also in SFTConfig"] = advice.SETTINGS
+    if not (has("transformers", ">= 5.17") and has("peft", ">= 0.17")):
+        return lines | {"mixtures of experts": "upgrade to transformers 5.17, peft 0.17 or newer"}
+    fits = advice.mixture(min((gpu.gibibytes * 1.073741824 for gpu in gpus), default=math.inf))
+    lines["mixtures of experts"] = f"nf4_patch.{fits.line}" if fits else "Qwen3-30B-A3B does not fit, even with offload"
+    if fits and fits is not advice.MIXTURES[0]:
+        lines["for Qwen3-30B-A3B also"] = ", ".join([*fits.model.split(", ")[1:], fits.also])  # the rank of LoRA
     return lines
 
 
@@ -315,7 +318,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 def kept(target: Target, release: str, state: State) -> list[str]:
     """Return sentences that say which calls of a target still run Unsloth's own kernel, and what to do about it."""
-    if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
+    if target.replace != DEQUANTIZE or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter
     by_release = holds(release, own.OWN_KERNEL_RELEASES) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"

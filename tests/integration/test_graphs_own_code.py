@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import test_graphed_layers as graphed
 import torch
+import transformers
 from alternation import crossed, thinned
+from packaging.version import Version
 from test_graphed_layers import DEVICE, EAGER, LAYERS, SHAPE, STEPS, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.own_code import is_library
+from nf4_patch.graphs.own_code import held_by, is_library
 from nf4_patch.patching.checkpoint import checkpoint_of, setting
 
 clean = graphed.clean
@@ -247,9 +249,7 @@ def test_options_of_the_checkpoint(options, dropout):
     "options", [pytest.param({"offload": True}, marks=pytest.mark.gpu), {"every_n_layers": 2}], ids=str
 )
 def test_options_of_transformers(options):
-    import inspect
-
-    if "offload" not in inspect.signature(model_of().base_model.model.gradient_checkpointing_enable).parameters:
+    if Version(transformers.__version__) < Version("5.17"):
         pytest.skip("transformers 5.17 or newer")
 
     def make():
@@ -266,6 +266,14 @@ def test_the_checkpoint_of_offload():
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     found = checkpoint_of(layers_of(model)[0]._gradient_checkpointing_func)
     assert found.saves_on_host and not found.reentrant
+
+
+def test_a_function_that_holds_itself():
+    def function():
+        return held
+
+    held = partial(function, 2)
+    assert [*held_by(held)] == [2, function]
 
 
 def test_a_wrapper_that_sets_use_reentrant():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.products import error
 from nf4_patch.lora import launch, reference
-from nf4_patch.tools.matmul import error
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(160, 128, 16), (37, 192, 5), (130, 80, 64), (5, 48, 100), (1, 16, 1)]

@@ -29,8 +29,8 @@ def test_table_of_measured_sizes():
         assert not any(launch.config_for(other, 1, n, k) for other in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)))
     # as measured: dequantize + matmul is faster for small weights past a few rows
     assert launch.config_for(H200, 16, 256, 2048) and not launch.config_for(H200, 17, 256, 2048)
-    assert [launch.pays(launch.MIN_ELEMENTS_UNALIGNED, m, 1024, 4112) for m in (32, 33)] == [True, False]
-    assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, 64, 4096, 4096)
+    assert [launch.pays(launch.MIN_ELEMENTS_SHORT_STEP, m, 1024, 4112) for m in (32, 33)] == [True, False]
+    assert launch.pays(launch.MIN_ELEMENTS_SHORT_STEP, 64, 4096, 4096)
 
 
 def test_every_row_is_reached():
@@ -83,7 +83,7 @@ def test_plan_covers_every_row_once():
 
 
 def test_what_is_supported(monkeypatch):
-    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes."""
+    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 16 bytes."""
     device = torch.device("cpu")
     x = SimpleNamespace(device=device, numel=lambda: 4096, is_neg=lambda: False)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
@@ -99,7 +99,7 @@ def test_what_is_supported(monkeypatch):
     assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))
     for k, blocksize in ((4160, 256), (4128, 32), (4112, 64), (4096, 32)):
         assert supported(torch.float16, (9, 0), k, blocksize) and not supported(torch.float16, (9, 0), k + 8, blocksize)
-    assert supported(torch.float16, (9, 0), start=260) and not supported(torch.float16, (9, 0), start=258)
+    assert not supported(torch.float16, (9, 0), start=264) and supported(torch.float16, (9, 0), start=272)
     odd = torch.zeros(4097, dtype=torch.float16)[1:]  # starts on 2 bytes
     for bias in (torch.zeros(4096), odd[:4095].clone(), odd, odd.to("meta")):
         assert not supported(torch.float16, (9, 0), bias=bias)

@@ -517,7 +517,7 @@ def test_a_reentrant_checkpoint_whose_input_needs_no_gradient_gives_none():
 
 
 def test_few_rows_round_otherwise_only_for_our_own_options():
-    from nf4_patch.lora.linear import FEW_ROWS
+    from nf4_patch.libraries.peft.linear import FEW_ROWS
     from nf4_patch.matmul.choice import LARGEST_M
 
     assert max(FEW_ROWS, LARGEST_M) <= module.FEW_ROWS

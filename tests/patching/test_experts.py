@@ -35,7 +35,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe import transformers as adapter
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.reasons import Reason
 

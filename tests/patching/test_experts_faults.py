@@ -17,9 +17,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.moe import launch
-from nf4_patch.moe import transformers as adapter
-from nf4_patch.moe.read import PackedExperts, stacks_of
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason

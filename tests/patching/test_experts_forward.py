@@ -35,6 +35,7 @@ from tiny_experts import (
 )
 
 import nf4_patch
+from benchmarks.products import error
 from nf4_patch.moe import forward, launch
 from nf4_patch.moe.option import EXPERTS_INTERFACE
 from nf4_patch.moe.product import ExpertWeight
@@ -44,7 +45,6 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, put
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 GROUPED = f"{EXPERTS_INTERFACE}.grouped_mm".replace(":", ".")
@@ -438,7 +438,10 @@ def test_batched_gradients_and_second_derivatives(trains, own):
         vectors = torch.linspace(-1, 1, 2 * y.numel(), device=DEVICE).view(2, *y.shape)
         batched = torch.autograd.grad(y, leaves, vectors, is_grads_batched=True, retain_graph=True)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        return *batched, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+        hidden, *others = arguments
+        jacobian = torch.autograd.functional.jacobian(lambda x: experts(x, *others), hidden.detach(), vectorize=True)
+        return *batched, *second, jacobian
 
     found, want = results(), theirs(own, results)
     assert own.calls and max(map(error, found, want)) < 1e-5

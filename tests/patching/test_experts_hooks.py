@@ -14,7 +14,7 @@ from tiny_experts import DEVICE, LAYERS, STACKS, Layer, experts_of, hits, ids_of
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
-from nf4_patch.moe.read import stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 

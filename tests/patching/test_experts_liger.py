@@ -11,10 +11,10 @@ from tiny_experts import DEVICE, LAYERS, experts_of, model_of, random_model, rea
 pytest.importorskip("liger_kernel.ops.fused_moe", reason="Liger before 0.8")
 from liger_kernel.transformers import monkey_patch, swiglu
 
+from benchmarks.products import error
 from nf4_patch.moe import launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.matmul import error
 
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 modeling = transformers.models.qwen3_moe.modeling_qwen3_moe

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
-from nf4_patch.moe import loading
+from nf4_patch.libraries.transformers import loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}

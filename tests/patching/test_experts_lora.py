@@ -52,12 +52,12 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 import nf4_patch
+from benchmarks.products import error
 from nf4_patch.cache.store import cache
-from nf4_patch.moe import packed
-from nf4_patch.moe.packed import Merged, hash_of
+from nf4_patch.libraries.bitsandbytes import packed
+from nf4_patch.libraries.bitsandbytes.packed import Merged, hash_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 
@@ -551,7 +551,7 @@ def test_hooked_experts_are_trained_too(option):
 
 def test_an_error_of_ours_is_no_silence(monkeypatch):
     model = with_lora(model_of("qwen3", lora=False))
-    monkeypatch.setattr("nf4_patch.moe.transformers.stacks_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("nf4_patch.libraries.transformers.experts.stacks_of", lambda *_: 1 / 0)
     with pytest.raises((RuntimeError, ZeroDivisionError)):
         step(model)
     monkeypatch.undo()

@@ -13,8 +13,8 @@ from tiny_experts import LAYERS, chains_of, ids_of, model_of, reasons, same, wit
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
 
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.moe import launch
-from nf4_patch.moe import transformers as adapter
 
 ON = {"experts": "4bit"}
 step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter takes a second for the rows of a hundred

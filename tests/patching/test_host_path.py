@@ -17,11 +17,11 @@ from matmul_reference import tensor_at
 from oracle import layout_of, quantized
 from target import target_like
 
+from nf4_patch.libraries.bitsandbytes.adapters import gemm, matmul_4bit
+from nf4_patch.libraries.unsloth.adapters import matmul_lora
 from nf4_patch.matmul import choice, small_m
 from nf4_patch.matmul import launch as matmul
-from nf4_patch.matmul.bitsandbytes import gemm, matmul_4bit
 from nf4_patch.matmul.product import FusedMatmul
-from nf4_patch.matmul.unsloth import matmul_lora
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4 import weight as weight_module
 from nf4_patch.nf4.dequantize import compilation, launch, reference

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 import nf4_patch
 from benchmarks.checkpoint import load_4bit
-from nf4_patch.lora import linear as linear_module
+from nf4_patch.libraries.peft import linear as linear_module
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
-from nf4_patch.lora import linear as linear_module
+from nf4_patch.libraries.peft import linear as linear_module
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 

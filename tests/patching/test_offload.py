@@ -32,10 +32,11 @@ from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loa
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe.read import PackedExperts, stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.offload import host_memory, planning, prefetch
+from nf4_patch.offload.prefetch import OffloadedDequantizer
 from nf4_patch.patching.config import ConfigError
-from nf4_patch.patching.dequantizer import Dequantizer
 
 LAYERS, STEPS = 4, 3
 
@@ -174,7 +175,7 @@ def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
 def test_two_parameters_of_the_same_memory(folder, gpu, patched):
     """A write through one parameter is seen by the other, although each has its own version counter."""
     module = experts_of(model_of(folder))[0]
-    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    stack = stacks_of(module, OffloadedDequantizer("test"))[STACKS[0]]
     state = stack.state.as_dict(packed=True)
     packed: Any = type(stack.packed).from_prequantized(stack.packed.data, state, device=torch.device("cpu"))
     other = dataclasses.replace(stack, packed=packed)
@@ -186,7 +187,7 @@ def test_two_parameters_of_the_same_memory(folder, gpu, patched):
 
 def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
     module = experts_of(model_of(folder, nested=False))[0]
-    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    stack = stacks_of(module, OffloadedDequantizer("test"))[STACKS[0]]
     state = copy.copy(stack.state)
     state.absmax, state.shape = state.absmax[: len(state.absmax) // 2], torch.Size((3, *state.shape[1:]))
     half = PackedExperts(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from alternation import crossed, thinned
 from oracle import expected, quantized
-from target import TARGET, Object, in_package, replaced_by, row
+from target import TARGET, in_package, replaced_by, row
 
 import nf4_patch
 from nf4_patch.options import OPTIONS
@@ -25,10 +25,6 @@ from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.state import State
 from nf4_patch.patching.target import ANY, Target
 from nf4_patch.patching.targets import TARGETS
-
-
-class Slotted(Object):
-    __slots__ = ("function",)
 
 
 class Hidden:
@@ -41,6 +37,10 @@ class Hidden:
         return self.functions["it"][0](*args, **kwargs)
 
 
+def by_a_closure(ours):
+    return lambda A, *args, **kwargs: ours(A, *args, **kwargs)
+
+
 def by_a_global(ours):
     """As a script does: ``stock = F.dequantize_4bit``, and a function that calls ``stock``."""
     names = {"stock": ours}
@@ -48,24 +48,11 @@ def by_a_global(ours):
     return names["wrapper"]
 
 
-def by_a_default(ours):
-    return lambda A, *args, stock=ours, **kwargs: stock(A, *args, **kwargs)
-
-
 WRAPPERS = {
     "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
-    "closure": lambda ours: lambda A, *args, **kwargs: ours(A, *args, **kwargs),
+    "closure": by_a_closure,
     "global": by_a_global,
-    "default": by_a_default,
-    "partial": functools.partial,
-    "partial of a wrapper": lambda ours: functools.partial(lambda f, *args, **kwargs: f(*args, **kwargs), ours),
-    "method": lambda ours: types.MethodType(lambda self, *args, **kwargs: ours(*args, **kwargs), object()),
-    "object": Object,
-    "slots": Slotted,
-    "method of an object": lambda ours: Object(ours).__call__,
-    "object in a closure": lambda ours: (lambda held: lambda A, *args, **kwargs: held(A, *args, **kwargs))(
-        Object(ours)
-    ),
+    "wrapper in a closure": lambda ours: by_a_closure(by_a_closure(ours)),
 }
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from nf4_patch.cache.store import cache
 from nf4_patch.graphs import input_offload, layers
+from nf4_patch.graphs.generation import tensors_of
 from nf4_patch.graphs.recorder import Recorder, modes_of_recording, restore
 from nf4_patch.patching.counters import counters
 
@@ -25,6 +26,19 @@ def copy_into(held: Any, results: Any) -> None:
     for old, new in zip(tree_flatten(held)[0], tree_flatten(results)[0], strict=True):
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             old.detach().copy_(new.detach())
+
+
+@contextlib.contextmanager
+def nothing_ran(work: Any) -> Iterator[None]:
+    """Give a static cache its old contents back, because a capture runs nothing."""
+    owner = getattr(work, "__self__", None)
+    static_cache = getattr(getattr(owner, "task", None), "static_cache", None)
+    tensors = [t for layer in static_cache.layers for t in tensors_of(layer)] if static_cache is not None else []
+    contents = [tensor.clone() for tensor in tensors]
+    with getattr(owner, "undone", contextlib.nullcontext)():
+        yield
+    for tensor, content in zip(tensors, contents, strict=True):
+        tensor.copy_(content)
 
 
 class Repetition:
@@ -71,7 +85,7 @@ class Rerun(Recorder):
         """Nothing is held."""
 
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
-        with getattr(getattr(work, "__self__", None), "undone", contextlib.nullcontext)():  # a capture runs nothing
+        with nothing_ran(work):
             recording = Repetition(work, self.generator, before, given, keeps)
         return recording, recording.result
 
@@ -137,7 +151,7 @@ class Log(TorchDispatchMode):
 class Operations(Rerun):
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         log = Log()
-        with log:
+        with nothing_ran(work), log:
             result = work(*given)
         return OfLog(log), result
 

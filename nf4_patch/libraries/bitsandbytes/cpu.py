@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nf4.weight import PackedWeight
-from ..version import release_of
-from . import guards
-from .context import is_compiling
-from .counters import counters, warn_once
-from .dequantizer import is_called_by
-from .direct import by_formula
-from .quant_state import weight_of
-from .reasons import Reason
-
-AUTOGRAD = "bitsandbytes.autograd._functions"
+from ...nf4.weight import PackedWeight
+from ...patching import guards
+from ...patching.context import is_compiling
+from ...patching.counters import counters, warn_once
+from ...patching.dequantizer import is_called_by
+from ...patching.direct import by_formula
+from ...patching.quant_state import weight_of
+from ...patching.reasons import Reason
+from ...version import release_of
+from . import AUTOGRAD
 
 
 def why_wrong() -> str:

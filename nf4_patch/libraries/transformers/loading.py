@@ -11,6 +11,7 @@ parametrization as from bitsandbytes' ``replace_parameter_4bit``, which decodes 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import math
 from collections.abc import Iterator
@@ -22,24 +23,22 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from ..offload import planning
-from ..patching.placement import installed
-from ..patching.replacement import around
-from ..patching.switch import switch
-from ..patching.targets import TARGETS
-from .option import TESTED_LOADING
-from .read import is_managed, packed_chains
-from .transformers import Loads
+from ...offload import planning
+from ...patching.placement import installed
+from ...patching.replacement import around
+from ...patching.switch import switch
+from ...patching.targets import TARGETS
+from ..bitsandbytes import FIELDS, PARAMETRIZE, STATE
+from ..bitsandbytes.stacks import functions, is_managed, packed_chains
+from . import TESTED_LOADING
+from .experts import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
-STATE = ".quant_state.bitsandbytes__"  # A checkpoint holds a QuantState under the key: weight + STATE + quant_type.
-# bitsandbytes saves the parts of a QuantState under keys that consist of the weight's key, a dot and one of FIELDS.
-FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
 WHOLE = (None, None)  # (converter, pattern) of a stack that was saved as one tensor, and needs no conversion
 LARGEST = 2**31 - 1  # A stack with more elements cannot be packed, because bitsandbytes counts in 32 bits on a GPU.
 ENABLE = 'nf4_patch.enable(experts="4bit")'
-OWN = ".moe.loading:"
+OWN = ".libraries.transformers.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
@@ -68,7 +67,7 @@ def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
         packed: the packed bytes.
         state: the QuantState as a dict, in the form in which bitsandbytes saves it.
     """
-    from .packed import Params4bit
+    from ..bitsandbytes.packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
     parameter._is_hf_initialized = True  # Without it, transformers initializes the parameter with random values.
@@ -87,15 +86,13 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
         ValueError: the number of packed bytes is not a multiple of the item size of bnb_4bit_quant_storage. For such a
             stack, bitsandbytes would write past the end of its result (docs/notes/quantize-4bit-storage.md).
     """
-    from bitsandbytes.functional import quantize_4bit
-
     storage, nbytes = config.bnb_4bit_quant_storage, (stack.numel() + 1) // 2
     if nbytes % storage.itemsize:
         raise ValueError(
             f"the {nbytes} packed bytes of a stack {list(stack.shape)} do not fill whole elements of "
             f"bnb_4bit_quant_storage={storage}. Use torch.uint8"
         )
-    packed, state = quantize_4bit(
+    packed, state = functions().quantize_4bit(
         stack.contiguous(),
         compress_statistics=config.bnb_4bit_use_double_quant,
         quant_type=config.bnb_4bit_quant_type,
@@ -374,7 +371,6 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
     Raises:
         ValueError: the experts cannot be joined. The message says why.
     """
-    from bitsandbytes.functional import QuantState, dequantize_blockwise
     from transformers.core_model_loading import dot_natural_key
 
     converter = next(iter(parts))[0]
@@ -393,11 +389,13 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
         why = f"an expert does not consist of whole blocks of {states[0].blocksize}"
     else:
         scales = [
-            dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+            functions().dequantize_blockwise(state.absmax, state.state2) + state.offset
+            if state.nested
+            else state.absmax
             for state in states
         ]
         kind = states[0].code, states[0].blocksize, states[0].quant_type, stack.dtype
-        state = QuantState(torch.cat(scales), stack.shape, *kind)
+        state = functions().QuantState(torch.cat(scales), stack.shape, *kind)
         return carrying(torch.cat(experts), state.as_dict(packed=True))
     raise ValueError(
         f"the experts of {name} were packed one by one, such as {min(map(min, parts.values()))}, and cannot be joined, because {why}. "
@@ -412,9 +410,7 @@ def finish(original, self, model, **kwargs) -> Any:
     If a stack is still dense at this point, the replacement packs it and warns. It also warns of experts that stay in
     16 bits.
     """
-    from bitsandbytes.nn import parametrize as library
-
-    from .packed import end_caching
+    from ..bitsandbytes.packed import end_caching
 
     left, dense = [], {}
     for path, module in list(model.named_modules()):
@@ -427,7 +423,9 @@ def finish(original, self, model, **kwargs) -> Any:
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
-                library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
+                importlib.import_module(PARAMETRIZE).replace_parameter_4bit_prequantized(
+                    module, name, state.as_dict(packed=True), parameter.device
+                )
                 parameter.quant_state = module.parametrizations[name][0].quant_state
         end_caching(module)
         kind = parametrize.type_before_parametrizations(module).__name__

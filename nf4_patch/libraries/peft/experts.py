@@ -11,8 +11,6 @@ separately (see product.py). peft's code still finds, names and saves the adapte
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,18 +20,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parametrize
 
-from ..patching.originals import is_own
-from ..patching.placement import is_ours
-from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
-from ..patching.switch import switch
-from ..patching.target import Target
-from .forward import trait
-from .product import Lora
-from .read import is_managed, packed_chains
+from ...moe.active import active_wrappers
+from ...moe.product import Lora
+from ...patching.replacement import Fallbacks, Function, around, instead, replacement_of
+from ...patching.switch import switch
+from ...patching.target import Target
+from ..bitsandbytes.stacks import functions, is_managed, packed_chains
+from ..transformers.experts import implementation_of, supports
+from ..unsloth import FIXED, LAYOUT, LAYOUTS
+from ..unsloth import NAME as UNSLOTH
 
-SERVED = ("grouped_mm", "batched_mm")
-LIGER = "liger_kernel.transformers.swiglu"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Each rank is padded to a multiple of RANKS, because the rows in PyTorch's grouped_mm must be multiples of 16 bytes.
 RANKS = 8
 
@@ -76,58 +72,6 @@ class Wrapper:
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
-class ActiveWrappers(threading.local):
-    """The forwards of peft's wrappers that are running in this thread.
-
-    Each of these forwards applies its LoRA factors only once, in the first forward of the experts.
-    """
-
-    # The references are weak, so that even after an interrupt no wrapper outlives its forward.
-    references: tuple[weakref.ref[Wrapper], ...] = ()
-
-    def of(self, experts: Any) -> list[Wrapper]:
-        """Return the running wrappers of an experts module whose LoRA factors were not used yet."""
-        wrappers = (reference() for reference in self.references)
-        return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
-
-
-active_wrappers = ActiveWrappers()
-
-
-def implementation_of(experts: Any) -> str | None:
-    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
-
-
-def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Return whether nf4_patch's forward of the experts will run and apply the LoRA adapters of a stack.
-
-    If not, peft's own code has to add B·A to the dense stack.
-
-    Args:
-        name: the stack's name in ``experts``.
-        packed: whether the stack is packed.
-    """
-    bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
-    function = type(experts).forward if bound is None else getattr(bound, "__func__", None)
-    if is_ours(function):  # ``function`` replaces Liger's forward, and supports only packed experts.
-        return packed and is_own(function, LIGER, "forward")
-    implementation, weight = implementation_of(experts), experts._parameters.get(name)
-    if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
-        return False
-    asks = "_experts_implementation" in getattr(getattr(function, "__code__", None), "co_names", ())
-    if (
-        implementation not in SERVED
-        or function is not type(experts).forward
-        or not asks
-        or trait(experts, "_is_expert_parallel")
-    ):
-        return False
-    from transformers.integrations import moe
-
-    serves = moe.ALL_EXPERTS_FUNCTIONS[implementation]
-    return is_ours(serves) and is_own(serves, moe.__name__, f"{implementation}_experts_forward")
-
-
 def forward(target: Target, original: Function) -> Function:
     """Return the replacement for ``ParamWrapper.forward``.
 
@@ -143,15 +87,13 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        wrapper, before = (
-            Wrapper(self, adapters, (state or experts._parameters[name]).dtype),
-            active_wrappers.references,
-        )
+        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        before = active_wrappers.wrappers
         try:
-            active_wrappers.references = (*before, weakref.ref(wrapper))
+            active_wrappers.wrappers = (*before, wrapper)
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            active_wrappers.references = before
+            active_wrappers.wrappers = before
         if wrapper.is_asked:
             return result
         raise RuntimeError(
@@ -181,24 +123,17 @@ def seen_dense(module: Any) -> Iterator[None]:
     kind, parameters = type(module), dict(module._parameters)
     parametrizations = module._modules["parametrizations"]
 
-    def restore() -> None:
-        module.__class__ = kind
-        module._modules["parametrizations"] = parametrizations
-        module._parameters.clear()
-        module._parameters.update(parameters)
-
-    with ExitStack() as stack:
-        stack.callback(restore)
-        stack.callback(restore)  # ``restore`` runs twice, because an interrupt can end one of the two runs early.
+    try:
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
         module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
         yield
-
-
-# Unsloth writes these fields into adapter_config.json. LAYOUT names one layout of lora_B, and LAYOUTS one per stack.
-LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
+    finally:
+        module.__class__ = kind
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 @around
@@ -254,8 +189,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
                 'the wrong way round. Train the adapter again, or load it with peft 0.18. A file without "peft_version" counts as 0.17'
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
-        by_unsloth = layout is not None or said.get("unsloth_fixed")
-        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout itself
+        by_unsloth = layout is not None or said.get(FIXED)
+        if by_unsloth and layout != "rank_major" and UNSLOTH not in sys.modules:  # Unsloth converts the layout itself
             raise ValueError(
                 f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, but peft reads "
                 "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "
@@ -300,7 +235,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     would put LoRA on this module instead of on the stack. So the replacement shows peft a dense parameter with that
     name.
     """
-    from .packed import Chain, end_caching
+    from ..bitsandbytes.packed import Chain, end_caching
 
     on = switch.gates["experts"].on
     with ExitStack() as stack:
@@ -331,7 +266,7 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     if chain is None:
         original(self, *args, **kwargs)
         return
-    from .packed import Chain
+    from ..bitsandbytes.packed import Chain
 
     chain.__class__ = Chain
     # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads.
@@ -360,9 +295,7 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
         adapters: the names of the adapters that were merged into the packed bytes before. This list is updated in
             place.
     """
-    from bitsandbytes.functional import quantize_4bit
-
-    from .packed import content_of
+    from ..bitsandbytes.packed import content_of
 
     after = list(wrapper.merged_adapters)
     if after == adapters:
@@ -376,7 +309,7 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
         packed, state, saved = saved.packed, saved.state, None
     else:
         state = chain[0].quant_state
-        packed, state = quantize_4bit(
+        packed, state = functions().quantize_4bit(
             getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
             quant_type=state.quant_type, quant_storage=chain.original.dtype,
         )  # fmt: skip

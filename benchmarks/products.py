@@ -10,23 +10,20 @@ import torch
 import torch.nn.functional as F
 
 import nf4_patch
-
-from ..nf4.codes import code_of
-from ..nf4.dequantize import reference
-from ..nf4.weight import PackedWeight
-from ..patching.quant_state import weight_of
-from .patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
-from .report import NotAvailable
-from .timing import rotation
+from benchmarks.record import BITSANDBYTES
+from benchmarks.timing import rotation
+from nf4_patch.libraries.unsloth import MODULE as UNSLOTH_MODULE
+from nf4_patch.matmul.measurement import DEQUANTIZE
+from nf4_patch.nf4.codes import code_of
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.weight import PackedWeight
+from nf4_patch.patching.quant_state import weight_of
+from nf4_patch.tools.patch import dequantize_4bit, from_unsloth, original
+from nf4_patch.tools.report import NotAvailable
 
 Packed = tuple[torch.Tensor, Any]
 Functions = dict[str, Callable[..., Any]]  # functions by name; each takes (packed, quant_state), some take ``out`` too
-OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # for one row only
-DEQUANTIZE = "dequantize + matmul"
-# SLACK limits the error of the fused matmul: against fp64, it may be this many times the error of dequantize + matmul.
-# The fused matmul adds in a different order, so the two errors differ a little.
-SLACK = 1.01
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:

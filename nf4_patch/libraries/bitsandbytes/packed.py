@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from ...patching.targets import MODULES
+from . import PARAMETRIZE
+
+LORA_LAYERS = MODULES["LoRA layers"]
+
 
 class Params4bit(bitsandbytes.nn.Params4bit):
     """Parameter that holds packed bytes. Casting the model to another dtype never changes the bytes.
@@ -48,7 +53,7 @@ def end_caching(module: torch.nn.Module) -> None:
     skips this hook. Gradient checkpointing ends its recompute early with an exception, so every dense stack would
     stay in memory.
     """
-    library: Any = sys.modules["bitsandbytes.nn.parametrize"]
+    library: Any = sys.modules[PARAMETRIZE]
     for key, hook in module._forward_hooks.items():
         if hook is library._disable_parametrization_cache:
             module._forward_hooks_always_called[key] = True
@@ -109,7 +114,7 @@ class Chain(parametrize.ParametrizationList):
         peft 0.21 appends LoRA proxies of two classes, but later removes only instances of ``_LoraParameterProxy``. So
         this method turns a ``_LoraFactorsProxy`` into an instance of both classes.
         """
-        layer: Any = sys.modules.get("peft.tuners.lora.layer")
+        layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
             kinds = type(parametrization), layer._LoraParameterProxy
             parametrization.__class__ = type(kinds[0].__name__, kinds, {})

@@ -15,17 +15,26 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..cache.store import cache
-from ..patching.context import function_mode_active
-from ..patching.counters import warn_once
-from ..patching.dequantizer import Dequantizer
-from ..patching.reasons import Reason
-from ..patching.replacement import Function, replacement_of
-from ..patching.target import Target
-from .forward import forward, trait
-from .lora import Wrapper, active_wrappers
-from .product import is_kept_packed
-from .read import PackedExperts, packed_chains, stacks_of
+from ...cache.store import cache
+from ...moe.active import Wrapper, active_wrappers
+from ...moe.forward import forward, trait
+from ...moe.product import is_kept_packed
+from ...moe.read import PackedExperts
+from ...offload.prefetch import OffloadedDequantizer
+from ...patching.context import function_mode_active
+from ...patching.counters import warn_once
+from ...patching.originals import is_own
+from ...patching.placement import is_ours
+from ...patching.reasons import Reason
+from ...patching.replacement import Function, replacement_of
+from ...patching.target import Target
+from ...patching.targets import MODULES
+from ..bitsandbytes import PARAMETRIZE
+from ..bitsandbytes.stacks import packed_chains, stacks_of
+
+FUSED = MODULES["fused experts"]
+SERVED = ("grouped_mm", "batched_mm")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Loads:
@@ -41,7 +50,7 @@ class Loads:
 @functools.cache  # The result is cached, because the function walks all objects of the process, which is slow.
 def is_nothing_packed() -> bool:
     """Return whether this process holds no packed stack at all."""
-    library = sys.modules.get("bitsandbytes.nn.parametrize")
+    library = sys.modules.get(PARAMETRIZE)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())
 
@@ -65,18 +74,7 @@ def run(
         whole: as in ``experts``.
         routed: hidden_states, top_k_index and top_k_weights.
     """
-    try:
-        return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
-    except Exception:
-        raise
-    except BaseException:
-        # After a KeyboardInterrupt, PyTorch does not call forward hooks.
-        # So call the hook of bitsandbytes here that ends the caching of dense stacks.
-        library = sys.modules.get("bitsandbytes.nn.parametrize")
-        for hook in module._forward_hooks.values():
-            if library is not None and hook is library._disable_parametrization_cache:
-                hook(module, (), None)
-        raise
+    return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
@@ -88,7 +86,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         whole: True if the original multiplies by the weights of all experts, and only reads these weights. False if it
             copies the weight of each row's expert.
     """
-    dequantizer = Dequantizer(target.name)
+    dequantizer = OffloadedDequantizer(target.name)
 
     def attempt(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         wrappers = active_wrappers.of(self)
@@ -119,3 +117,37 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
 grouped_mm = functools.partial(experts, whole=True)
 # ``batched_mm`` replaces ``batched_mm_experts_forward``. On a GPU, ``generate`` uses that function for one-token steps.
 batched_mm = functools.partial(experts, whole=False)
+
+
+def implementation_of(experts: Any) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def supports(experts: Any, name: str, packed: bool) -> bool:
+    """Return whether nf4_patch's forward of the experts will run and apply the LoRA adapters of a stack.
+
+    If not, peft's own code has to add B·A to the dense stack.
+
+    Args:
+        name: the stack's name in ``experts``.
+        packed: whether the stack is packed.
+    """
+    bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
+    function = type(experts).forward if bound is None else getattr(bound, "__func__", None)
+    if is_ours(function):  # ``function`` replaces another library's forward, and supports only packed experts.
+        return packed and is_own(function, FUSED, "forward")
+    implementation, weight = implementation_of(experts), experts._parameters.get(name)
+    if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
+        return False
+    asks = "_experts_implementation" in getattr(getattr(function, "__code__", None), "co_names", ())
+    if (
+        implementation not in SERVED
+        or function is not type(experts).forward
+        or not asks
+        or trait(experts, "_is_expert_parallel")
+    ):
+        return False
+    from transformers.integrations import moe
+
+    serves = moe.ALL_EXPERTS_FUNCTIONS[implementation]
+    return is_ours(serves) and is_own(serves, moe.__name__, f"{implementation}_experts_forward")

@@ -16,26 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.store import cache
-from ..matmul import lora as few_rows
-from ..matmul.choice import LARGEST_M
-from ..matmul.product import FusedMatmul
-from ..nf4 import runtime
-from ..nf4.weight import OUTPUT_DTYPES
-from ..patching import context
-from ..patching.context import PLAIN, returns_tensors
-from ..patching.counters import counters
-from ..patching.dequantizer import Dequantizer
-from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
-from ..patching.quant_state import fields_of, weight_of
-from ..patching.reasons import Reason
-from ..patching.replacement import Function, replacement_of
-from ..patching.switch import switch
-from ..patching.target import Target
+from ...cache.store import cache
+from ...lora.function import Adapter, Factors, LoraProduct, WideFactors, cast
+from ...lora.launch import supports
+from ...lora.recompute import decisions_of
+from ...matmul import lora as few_rows
+from ...matmul.choice import LARGEST_M
+from ...matmul.product import FusedMatmul
+from ...nf4 import runtime
+from ...nf4.weight import OUTPUT_DTYPES
+from ...patching import context
+from ...patching.context import PLAIN, returns_tensors
+from ...patching.counters import counters
+from ...patching.dequantizer import Dequantizer
+from ...patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
+from ...patching.quant_state import fields_of, weight_of
+from ...patching.reasons import Reason
+from ...patching.replacement import Function, replacement_of
+from ...patching.switch import switch
+from ...patching.target import Target
+from ..bitsandbytes import FUNCTIONS, LAYERS
+from . import LINEAR_LAYERS
 from .computed import Computed, say
-from .function import Adapter, Factors, LoraProduct, WideFactors, cast
-from .launch import supports
-from .recompute import decisions_of
 
 # FEW_ROWS: up to this many rows, in a call without a gradient, ``run`` lets the base layer compute the base product.
 # The base layer can multiply few rows straight by the packed weight: in bitsandbytes, and with enable(matmul="auto").
@@ -89,9 +91,9 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
     Args:
         hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
     """
-    library = sys.modules["bitsandbytes.nn.modules"]
+    library = sys.modules[LAYERS]
     return (
-        type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
+        type(layer) is sys.modules[LINEAR_LAYERS].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
         and not (hooked and (any(HOOKS_ON_ALL) or is_called_otherwise(base)))
     )
@@ -221,7 +223,7 @@ def linear(target: Target, original: Function) -> Function:
         traced = context.is_compiling()  # if True, compiled autograd traces the patched dequantize_4bit as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
-            result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
+            result = sys.modules[FUNCTIONS].dequantize_4bit(packed, state)
         return cast(result, dtype)
 
     def add(packed: Any, state: Any, x: Tensor, bias: Any, adapter: Any) -> Tensor | Reason:

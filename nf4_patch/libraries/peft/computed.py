@@ -11,24 +11,24 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.counters import warn_once
-from ..patching.originals import is_own
-
-PEFT = "peft.tuners.lora.bnb"
-DECODE, OPS = "bitsandbytes.functional", "bitsandbytes.backends.cuda.ops"
-NN, MATMUL = "bitsandbytes.nn.modules", "bitsandbytes.autograd._functions"
-
+from ...patching.counters import warn_once
+from ...patching.originals import is_own
+from ..bitsandbytes import AUTOGRAD as MATMUL
+from ..bitsandbytes import FUNCTIONS as DECODE
+from ..bitsandbytes import LAYERS as NN
+from ..bitsandbytes import NAME, OPS
+from . import LINEAR_LAYERS as PEFT
 
 # Each function that fused LoRA computes: how users call it, and the module and name under which the library defines it.
 COMPUTED = (
-    ("bitsandbytes.nn.Linear4bit.forward", NN, "forward"),
-    ("bitsandbytes.matmul_4bit", MATMUL, "matmul_4bit"),
-    ("bitsandbytes.functional.dequantize_4bit", DECODE, "dequantize_4bit"),
-    ("bitsandbytes.functional.gemv_4bit", DECODE, "gemv_4bit"),
+    (f"{NAME}.nn.Linear4bit.forward", NN, "forward"),
+    (f"{NAME}.matmul_4bit", MATMUL, "matmul_4bit"),
+    (f"{DECODE}.dequantize_4bit", DECODE, "dequantize_4bit"),
+    (f"{DECODE}.gemv_4bit", DECODE, "gemv_4bit"),
     (f"{OPS}._gemm_4bit_kernel_impl", OPS, "_gemm_4bit_kernel_impl"),
     (f"{OPS}._dequant_linear_fallback", OPS, "_dequant_linear_fallback"),
-    ("bitsandbytes.MatMul4Bit.forward", MATMUL, "forward"),
-    ("bitsandbytes.MatMul4Bit.backward", MATMUL, "backward"),
+    (f"{NAME}.MatMul4Bit.forward", MATMUL, "forward"),
+    (f"{NAME}.MatMul4Bit.backward", MATMUL, "backward"),
     ("torch.nn.Linear.forward", "torch.nn.modules.linear", "forward"),
     ("torch.nn.Identity.forward", "torch.nn.modules.linear", "forward"),
     ("torch.nn.Dropout.forward", "torch.nn.modules.dropout", "forward"),
@@ -46,7 +46,7 @@ class Computed:
     """
 
     def __init__(self, original: Any):
-        package, functions, decode = (sys.modules[name] for name in ("bitsandbytes", MATMUL, DECODE))
+        package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:

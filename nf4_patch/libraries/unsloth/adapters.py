@@ -1,6 +1,6 @@
-"""Adapter for Unsloth's dequantization.
+"""Adapters for Unsloth: dequantization, and products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel. This adapter leaves a call to Unsloth's kernel, unless the call is
+Newer releases of Unsloth have their own NF4 kernel. ``fast_dequantize`` leaves a call to Unsloth's kernel, unless the call is
 eager, and the weight cache can serve it or nf4_patch was measured to be faster on this GPU.
 """
 
@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from ..nf4 import runtime
-from ..patching.context import is_compiling
-from ..patching.counters import warn_once
-from ..patching.dequantizer import served
-from ..patching.reasons import Reason
-from ..patching.replacement import Function
-from ..patching.switch import switch
-from ..patching.target import Target
+from ...matmul.product import FusedMatmul, multiplied_first
+from ...nf4 import runtime
+from ...nf4.weight import PackedWeight
+from ...patching.context import is_compiling
+from ...patching.counters import warn_once
+from ...patching.dequantizer import served
+from ...patching.reasons import Reason
+from ...patching.replacement import Function
+from ...patching.switch import switch
+from ...patching.target import Target
+from . import MODULE
 
-MODULE = "unsloth.kernels.utils"
 # The name of a global variable of Unsloth. Unsloth sets the variable to False if its own NF4 kernel fails.
 USES_OWN_KERNEL = "_USE_NF4_KERNELS"
 OWN_KERNEL_RELEASES = ">= 2026.10"
@@ -75,3 +77,49 @@ def fast_dequantize(target: Target, original: Function) -> Function:
     switch.follow(advise)
     replacement: Function = served(readers="unsloth.")(adapter)(target, original)
     return replacement
+
+
+@multiplied_first
+def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
+    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which multiply a single token: X [1, 1, K] to [1, 1, N].
+
+    While Dynamo traces, Unsloth's code runs.
+    """
+    return fused.one_row(X, W, quant_state, out)
+
+
+@multiplied_first
+def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
+    """Replace ``_gemv_rows``, which multiplies a batch of single tokens: X [M, 1, K] to [M, 1, N].
+
+    If the fused matmul does not support a call, return the Reason. Unsloth's ``_gemv_rows`` then runs. It may return
+    None, and then its caller dequantizes.
+    """
+    return fused.of_state(X, W, quant_state, None, out)
+
+
+@multiplied_first
+def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
+    """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
+
+    If the packed weight has the shape [1, bytes], Unsloth computes X @ W, without the transpose. The replacement does
+    not support such a weight, so Unsloth's code runs.
+    """
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
+    # If autocast or the weight has another dtype than X, Unsloth's function runs, because the results would differ.
+    # Unsloth multiplies in autocast's dtype, and rounds a weight of another dtype twice. The fused matmul does neither.
+    if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
+        return Reason.MATMUL_OPERANDS
+    rows = X.view(-1, X.shape[-1])
+    result = fused.of_state(rows, W, W_quant, out=out, transposed=False)
+    if type(result) is Reason:
+        return result
+    if A is not None:
+        result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
+    return result.view(*X.shape[:-1], -1)
+
+
+def rows_of_tokens(original: Function, x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
+    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
+    return original(x.unsqueeze(1), weight.packed, state, None)

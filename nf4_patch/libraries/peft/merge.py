@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..patching.counters import warn_once
-from ..patching.replacement import Function, around
+from ...patching.counters import warn_once
+from ...patching.replacement import Function, around
 
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..activations.layers import kept
-from ..graphs.layers import graphed
-from ..patching.replacement import Function
-from ..patching.target import Target
+from ...activations.layers import kept
+from ...graphs import steps
+from ...graphs.layers import graphed
+from ...patching.replacement import Function, around
+from ...patching.target import Target
+
+valid_auto_compile_criteria = around(steps.valid_auto_compile_criteria)
+compiled_call = around(steps.compiled_call)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
