@@ -40,7 +40,14 @@ HANDLED = {  # fields of LoraConfig that do not change how an adapter is merged,
     "trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "runtime_config", "loftq_config", "eva_config",
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
-KEEPS_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base weights as they are
+KEEPS_THE_BASE = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # init_lora_weights that leave the base weights as they are
 
 
 class Refused(ValueError):
@@ -211,7 +218,9 @@ def with_adapter(dense: Any, adapter: str) -> tuple[Any, dict[str, str], Any]:
     if unexpected or {*map(id, loaded.values())} != keys.keys():
         lost = [key for name, tensor in loaded.items() if name in unexpected for key in [keys.get(id(tensor), name)]]
         lost = lost or sorted(keys.values())
-        raise Refused(f"{adapter} does not fit the model, which has no place for {lost[0]} and {len(lost) - 1} more tensors")
+        raise Refused(
+            f"{adapter} does not fit the model, which has no place for {lost[0]} and {len(lost) - 1} more tensors"
+        )
     names = {name: keys[id(tensor)] for name, tensor in loaded.items()}
     own = {name for name, module in model.named_parameters() if f".{model.active_adapter}" in name} - names.keys()
     if own:

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import layers as keeping
 from ..activations.layers import activations
+from ..memory.spare import spare
+from ..memory.waits import Waits
 from ..patching.reasons import Reason
+from .calls import LayerCall
 from .capture import GraphedLayer, Task, Work, swapped
 from .recorder import Recorder
 from .refusal import Refusal
@@ -153,3 +157,50 @@ class KeptLayer(GraphedLayer):
 def kept_by(token: Token, graph: KeptLayer) -> Any:
     """Return the context in which a call of the layer saves its input: as the token, because the graph has a copy of it."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: token, lambda _: graph.x)
+
+
+# --- which calls keep their activations ---
+
+
+def why_not_kept(call: LayerCall) -> Reason | None:
+    """Return the Reason why the layer has to recompute in this call, or None if its activations may be kept."""
+    if not call.trains or activations.mode == "off":
+        return Reason.ACTIVATIONS_BUDGET
+    if activations.mode == "auto" and spare.waits:
+        return Reason.ACTIVATIONS_WAITING
+    if not call.layer.gradient_checkpointing:
+        return None
+    record = activations.record_of(call.layer)
+    why = keeping.why_not_unwatched(call.x, call.args, call.kwargs, call.checkpoint, record)
+    return Reason.ACTIVATIONS_WAITING if why is None and estimate_of(call) is None else why
+
+
+def estimate_of(call: LayerCall) -> int | None:
+    """Return how many bytes the layer's activations take at most. None: that is not known yet. Eager calls measure it."""
+    return activations.record_of(call.layer).estimate(keeping.InputSize.of(call.x))
+
+
+def is_measured(call: LayerCall) -> bool:
+    """Return whether it is known how much memory the layer's activations take, or nothing will be kept."""
+    return not call.layer.gradient_checkpointing or spare.why is Waits.MARGIN or estimate_of(call) is not None
+
+
+def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:
+    """Return whether a layer can be recorded now as one that keeps its activations.
+
+    Args:
+        was_recorded: whether it has such a recording already, which cannot be replayed now. The layer was recorded together
+            with others, so it is recorded again only if this call follows one of a layer that was recorded just now.
+    """
+    if keeper is None:
+        return not was_recorded
+    return keeper.continues(key) if was_recorded else keeper.is_open()
+
+
+def has_room_to_keep(call: LayerCall, keeper: Keeper | None) -> bool:
+    if not call.layer.gradient_checkpointing:
+        return True  # training needs the memory without graphs, too
+    held = estimate_of(call) or 0
+    if keeper is None:
+        return activations.taken.get(call.x.get_device(), 0) + 2 * held <= activations.budget
+    return keeper.has_room(held)

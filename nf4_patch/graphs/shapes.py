@@ -165,6 +165,14 @@ class Graphs:
 
     # --- counts ---
 
+    def put_off(self, key: Any, layer: nn.Module) -> None:
+        """Note that a layer could not be recorded now. It is tried again as if it had run eagerly until now."""
+        self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
+
+    def is_due_again(self, key: Any, layer: nn.Module) -> bool:
+        """Return whether a layer is recorded in this call: it was not put off, or often enough called since."""
+        return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
+
     def count(self, key: Any, layer: nn.Module) -> int:
         """Count an eager call of a layer. Return the number of eager calls so far."""
         layers = self.calls[key] = self.calls.pop(key, ByLayer())
@@ -236,3 +244,6 @@ def reset(layers: ByLayer[nn.Module, Any]) -> None:
     for graph in list(layers.values()):
         with graph.recorder.lock:
             graph.reset()
+
+
+graphs = Graphs()

@@ -27,15 +27,18 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function
 from ..patching.switch import switch
 from ..patching.targets import MODULES
-from . import layers
+from . import recording
 from .arguments import Unsupported, layout_of, replaced, signature
+from .calls import NOT_CHECKPOINTED, why_not
 from .capture import Environment, GraphedLayer, Task, Work
 from .fingerprint import Fingerprint
 from .generation import tensors_of
-from .layers import FOR_GOOD, WARNED, graphs, is_hooked, is_sharded, is_slow, stream_of, why_not
+from .layers import WARNED, is_slow
 from .recorder import Recorder, own_casts
+from .recording import FOR_GOOD, is_hooked, is_sharded
 from .refusal import Refusal, Refused
-from .shapes import decoder_layers
+from .replay import stream_of
+from .shapes import decoder_layers, graphs
 from .sliding import length_of, rolling, window_is_full
 from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
@@ -229,7 +232,7 @@ class Step:
             return Reason.GRAPH_ARGUMENTS
         if is_slow(x.get_device()):
             return Reason.GRAPH_SLOW_GPU
-        if (reason := why_not(self.model, (x,), True)) is not None:
+        if (reason := why_not(self.model, (x,), NOT_CHECKPOINTED, True)) is not None:
             return reason
         assert static_cache is not None
         others = {name: value for name, value in inputs.items() if name not in ("input_ids", CACHE)}
@@ -285,7 +288,7 @@ class Step:
         if other := others_may_use_gpu():
             self.fallbacks.details[Reason.GRAPH_THREADS] = f"another thread runs {other}"
             return Reason.GRAPH_THREADS
-        recorder = graphs.recorders.get(x.get_device()) or layers.Recorder(x.get_device())
+        recorder = graphs.recorders.get(x.get_device()) or recording.Recorder(x.get_device())
         graphs.recorders[x.get_device()] = recorder
         if fingerprint is None:
             fingerprint = Fingerprint(model)

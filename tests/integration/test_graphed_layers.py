@@ -31,7 +31,6 @@ import pytest
 import recorders
 import torch
 from alternation import crossed, thinned
-from interrupts import interrupted_at_every_line
 from torch import Tensor
 
 import nf4_patch
@@ -39,12 +38,12 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
+from nf4_patch.graphs import recording as recording_module
 from nf4_patch.graphs import shapes as shapes_module
 from nf4_patch.graphs import warmup
 from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.input_offload import OffloadedInput
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.libraries.unsloth import CHECKPOINTING
 from nf4_patch.moe import launch as experts_launch
@@ -374,106 +373,48 @@ def test_attention_dropout():
 
 
 @pytest.fixture
-def inputs(monkeypatch):
+def unsloth(monkeypatch):
     """Put PyTorch's reentrant checkpoint in place of Unsloth's, under the names of Unsloth's.
 
-    Return a list to which each offloaded input is added: a weak reference to the input, and its OffloadedInput. Unsloth's own
-    checkpoint needs a GPU, and programs/graphed_unsloth.py trains with it.
+    Unsloth's own checkpoint needs a GPU, and programs/graphed_unsloth.py trains with it.
     """
     import transformers.modeling_utils
 
-    module, found = torch.utils.checkpoint, []
+    module = torch.utils.checkpoint
     checkpoint = module.checkpoint
 
     @torch._disable_dynamo  # as the real one
     def unsloth_checkpoint(function, *arguments, use_reentrant=None, **options):
         return checkpoint(function, *arguments, use_reentrant=True, **options)
 
-    class Offloaded(OffloadedInput):
-        def __init__(self, x):
-            super().__init__(x)
-            self.was_prefetched: list[bool] = []
-            found.append((weakref.ref(x), self))
-
-        def load(self):
-            self.was_prefetched.append(self.on_gpu is not None)
-            return super().load()
-
     unsloth_checkpoint.__module__ = CHECKPOINTING
     function = type("UnslothCheckpointFunction", (module.CheckpointFunction,), {"__module__": CHECKPOINTING})
     monkeypatch.setattr(module, "CheckpointFunction", function)
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", unsloth_checkpoint)
-    monkeypatch.setattr(graphs_module, "OffloadedInput", Offloaded)
-    monkeypatch.setattr(graphs_module, "MINIMUM_NBYTES", 0)
-    return found
 
 
 @pytest.mark.parametrize("base", ["plain", "cached, fused"])
-def test_unsloths_checkpoint(base, inputs):
-    """Between its forward and its backward, a layer's input is not on the GPU."""
-
-    def step_of(model, optimizer, step):
-        loss = loss_of(model, step)
-        # Graphs without CUDA keep the inputs of their captures. Autograd keeps the first layer's input, a leaf.
-        alive = [x() for x, _ in inputs[LAYERS:] if x() is not None]
-        assert all(x.is_leaf for x in alive)
-        assert all(offloaded.on_gpu is None for _, offloaded in inputs)
-        return backward(loss)
-
-    found = compared(lambda: model_of(True, lora_dropout=0.05), step_of, base=BASES[base])
-    assert found["replays"] == len(inputs) == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
-    # Each layer but the last is prefetched in the backward of the layer after it.
-    assert [each.was_prefetched for _, each in inputs] == [*[[True]] * (LAYERS - 1), [False]] * (STEPS - EAGER)
+def test_unsloths_checkpoint(base, unsloth):
+    found = compared(lambda: model_of(True, lora_dropout=0.05), base=BASES[base])
+    assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
-def test_unsloths_checkpoint_with_forwards_before_a_backward(inputs):
-    found = compared(lambda: model_of(True), forwards_before_a_backward)
-    assert found["replays"] == len(inputs) > 0
+def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, monkeypatch):
+    """Without graphs, they wait in host memory. So the first layer's recording leaves room for one input, the third's for three."""
+    left = []
+
+    class Leaving(recorders.Rerun):
+        def leaving_enough(self, part=0):
+            left.append(part)
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(recording_module, "Recorder", Leaving)
+    run(model_of(True), one_step, graphs="auto")
+    nbytes = 2 * LENGTH * SHAPE.hidden_size * 2
+    assert left == [-nbytes * (1 + index) for index in range(LAYERS)]
 
 
-def test_unsloths_checkpoint_and_graphs_that_are_dropped_before_the_backward(inputs):
-    def step_of(model, optimizer, step):
-        loss = loss_of(model, step)
-        if step == CHANGE:
-            nf4_patch.release()
-        return backward(loss)
-
-    found = compared(lambda: model_of(True), step_of)
-    assert found["replays"] == len(inputs) > 0
-
-
-def test_a_second_backward_through_unsloths_checkpoint(inputs):
-    def step_of(model, optimizer, step):
-        loss = loss_of(model, step)
-        loss.backward(retain_graph=True)
-        return backward(loss)
-
-    assert compared(lambda: model_of(True), step_of)["replays"] == len(inputs) > 0
-
-
-def test_interrupts_around_an_offloaded_input(inputs):
-    """The step after an interrupt has the gradients of an eager step."""
-
-    def gradients():
-        for parameter in trained(model):
-            parameter.grad = None
-        backward(loss_of(model, 4))
-        return [parameter.grad for parameter in trained(model)]
-
-    model = model_of(True)
-    optimizer_of(model, lr=0.0)
-    want, where, before = gradients(), [], graphs.replays
-    with nf4_patch.enabled(graphs="auto"):
-        [gradients() for _ in range(RECORDED_AT)]
-        replay = graphs_module.Replay
-        functions = OffloadedInput.__init__, OffloadedInput.load, replay.forward, replay.backward
-        for line in interrupted_at_every_line(gradients, *functions):
-            where.append(line)
-            assert all(map(torch.equal, gradients(), want)), line
-    assert len(where) > 8 and graphs.replays - before > LAYERS * len(where)
-
-
-def test_unsloths_checkpoint_rounds_fp32(inputs):
+def test_unsloths_checkpoint_rounds_fp32(unsloth):
     """Unsloth's checkpoint moves an fp32 input to the host in bf16, so the layer runs eagerly."""
 
     def step_of(model, optimizer, step):
@@ -481,7 +422,7 @@ def test_unsloths_checkpoint_rounds_fp32(inputs):
         return backward(model(input_ids=ids, labels=ids).loss)
 
     found = compared(lambda: model_of(True, config=config_of(SHAPE, torch.float32)), step_of)
-    assert not inputs and found["reasons"] == {"GRAPH_CHECKPOINT"}
+    assert found["reasons"] == {"GRAPH_CHECKPOINT"}
 
 
 # --- several forwards and backwards ---
@@ -1293,7 +1234,7 @@ def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
         return backward(loss)
 
     alive = list[Any]()
-    monkeypatch.setattr(graphs_module, "Recorder", Small)
+    monkeypatch.setattr(recording_module, "Recorder", Small)
     graphs.largest.clear()
     found = compared(model_of, step_of, EAGER + 5)
     assert len(alive) == 2 and found["replays"] == LAYERS * (2 + 2)
@@ -1322,7 +1263,7 @@ def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
     def refuse(recorder, task):
         raise recorder_module.Refusal(Reason.GRAPH_FAILED, "no")
 
-    monkeypatch.setattr(graphs_module, "GraphedLayer", refuse)
+    monkeypatch.setattr(recording_module, "GraphedLayer", refuse)
     model = model_of()
     run(model, one_step, graphs="auto")
     with nf4_patch.enabled(graphs="auto"):
@@ -1339,7 +1280,7 @@ def test_refusals_outlive_the_graphs(monkeypatch):
     """Captures that fail drop all graphs, but each layer fails only once."""
     failed = []
 
-    class Failing(graphs_module.GraphedLayer):
+    class Failing(recording_module.GraphedLayer):
         def __init__(self, recorder, task):
             if task.layer.self_attn.layer_idx != 1:
                 failed.append(task.layer)
@@ -1347,7 +1288,7 @@ def test_refusals_outlive_the_graphs(monkeypatch):
                 raise recorder_module.Refusal(Reason.GRAPH_FAILED, "no")
             super().__init__(recorder, task)
 
-    monkeypatch.setattr(graphs_module, "GraphedLayer", Failing)
+    monkeypatch.setattr(recording_module, "GraphedLayer", Failing)
     found = compared(model_of)
     assert len(failed) == LAYERS - 1 and found["replays"] == STEPS - EAGER
 
@@ -1416,7 +1357,7 @@ def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypa
     def refuse(recorder, task):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(graphs_module, "GraphedForward", refuse)
+    monkeypatch.setattr(recording_module, "GraphedForward", refuse)
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
         before = graphs.replays
@@ -1525,7 +1466,7 @@ def test_random_numbers_of_the_host(draw):
 
 def test_random_numbers_of_another_thread(monkeypatch):
     """Numbers that another thread draws during a warm-up come once, also if the warm-up cannot tell who drew them."""
-    monkeypatch.setattr(graphs_module, "others_may_use_gpu", lambda: "")
+    monkeypatch.setattr(recording_module, "others_may_use_gpu", lambda: "")
     numbers, ends, asked, others_draw = [], threading.Event(), [], warmup.others_draw
 
     def draw() -> None:
@@ -1648,7 +1589,7 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_t
     """
     attempts = []
 
-    class Fits(graphs_module.GraphedLayer):
+    class Fits(recording_module.GraphedLayer):
         def __init__(self, pool, task):
             length = task.x.shape[1]
             attempts.append(length)
@@ -1659,7 +1600,7 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_t
             super().__init__(pool, task)
             before.append(length)
 
-    monkeypatch.setattr(graphs_module, "GraphedLayer", Fits)
+    monkeypatch.setattr(recording_module, "GraphedLayer", Fits)
     found = compared(model_of, step_of_lengths(lambda step: lengths[step % 2 if step > 3 else 0]), steps=14)
     assert attempts == captured
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | reasons
@@ -1669,14 +1610,14 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_t
 def test_no_memory_is_forgotten(how, monkeypatch):
     """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
 
-    class Unallocated(graphs_module.GraphedLayer):
+    class Unallocated(recording_module.GraphedLayer):
         def __init__(self, *arguments):
             raise torch.cuda.OutOfMemoryError("no memory")
 
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
         with monkeypatch.context() as patch:
-            patch.setattr(graphs_module, "GraphedLayer", Unallocated)
+            patch.setattr(recording_module, "GraphedLayer", Unallocated)
             found = run(model, one_step, graphs="auto")
         assert "GRAPH_MEMORY" in found["reasons"] and not found["replays"]
         assert not run(model, one_step, graphs="auto")["replays"]

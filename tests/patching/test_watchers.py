@@ -14,7 +14,7 @@ from target import Seen, fallbacks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nf4_patch
-from nf4_patch.graphs import layers
+from nf4_patch.graphs import calls
 from nf4_patch.matmul.product import FusedMatmul
 from nf4_patch.patching import context
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -77,7 +77,7 @@ def test_every_part_of_the_package_names_the_same_watcher(device, watcher):
     dequantizer, fused = Dequantizer("test"), FusedMatmul("test")
     with torch.no_grad():
         assert around(context.watched) is reason
-        assert around(lambda: layers.why_not(None, (x,), generates=True)) is reason
+        assert around(lambda: calls.why_not(None, (x,), calls.NOT_CHECKPOINTED, generates=True)) is reason
         product = around(lambda: fused.of_state(x, packed, state))
         assert (
             product is reason

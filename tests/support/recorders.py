@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from nf4_patch.cache.store import cache
-from nf4_patch.graphs import input_offload, layers
+from nf4_patch.graphs import recording
 from nf4_patch.graphs.generation import tensors_of
 from nf4_patch.graphs.recorder import Recorder, modes_of_recording, restore
 from nf4_patch.patching.counters import counters
@@ -167,13 +167,5 @@ class OfLog:
         self.log.calls.clear()
 
 
-def prefetch(self: Any) -> None:
-    """Replace OffloadedInput.prefetch. Without a GPU, ``to`` would make no copy, so this function makes one."""
-    self.on_gpu = self.on_host.clone() if self.on_gpu is None else self.on_gpu
-
-
 def install(monkeypatch: Any, recorder: type[Recorder] = Rerun) -> None:
-    monkeypatch.setattr(layers, "Recorder", recorder)
-    monkeypatch.setattr(input_offload, "copying", contextlib.nullcontext)
-    monkeypatch.setattr(input_offload, "wait_for_copies", lambda device: None)
-    monkeypatch.setattr(input_offload.OffloadedInput, "prefetch", prefetch)
+    monkeypatch.setattr(recording, "Recorder", recorder)
