@@ -114,8 +114,5 @@ def location(weight: PackedWeight) -> tuple[Any, ...]:
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the addresses of the weight's tensors, and its other fields. A valid cache entry has the same fingerprint.
-
-    A weight and its transpose have the same fingerprint, too.
-    """
+    """Return the addresses of the weight's tensors and its other fields. A weight and its transpose have the same fingerprint."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

@@ -11,7 +11,7 @@ from ..patching.target import TESTED_LOADING, Target
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """The offload part of ``status()`` for one GPU. It covers the models with packed experts in host memory."""
+    """Part of ``status()`` for one GPU: the models with packed experts in host memory."""
 
     resident: int = 0  # bytes of packed experts on the GPU, including the prefetch buffers
     in_host: int = 0  # bytes of packed experts in host memory
