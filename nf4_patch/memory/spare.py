@@ -210,10 +210,7 @@ class Spare:
         runtime.empty_cache()
 
     def take(self) -> None:
-        """Share the memory that training leaves free, less the margin.
-
-        After the training steps so far, PyTorch has reserved all the memory that a training step needs.
-        """
+        """Share the memory that training leaves free, less the margin. PyTorch has reserved all that a training step needs."""
         found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
@@ -247,7 +244,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return the number of features, the number of rows and the length of activations [..., length, features]."""
+    """Return (features, rows, length) of activations [..., length, features]."""
     *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
 

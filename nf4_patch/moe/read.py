@@ -1,9 +1,6 @@
-"""Read the bytes of packed stacks directly, without PyTorch's parametrization.
+"""Read the bytes of packed stacks directly, without the parametrization of bitsandbytes' ``replace_parameter_4bit``.
 
-A packed stack holds one weight, such as down_proj, of every expert of a layer in 4 bits. bitsandbytes'
-``nn.parametrize.replace_parameter_4bit`` packs the weight and puts a PyTorch parametrization in front of it. Every read
-of the weight, such as ``module.gate_up_proj``, then decodes all experts. Code that reads the packed bytes can decode
-only the experts that it needs, or keep the stack packed.
+A read of the parametrized weight decodes all experts. Code with the packed bytes can decode only those that it needs.
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ from ..patching.switch import switch
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """A packed stack: its bytes, its QuantState, and a Dequantizer.
-
-    The Dequantizer decodes the bytes, and counts how often the kernel ran (hits) and how often it did not (fallbacks).
-    """
+    """A packed stack: its bytes, its QuantState, and the Dequantizer that decodes and counts."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -40,7 +34,7 @@ class PackedExperts:
     only_read: bool = False  # True if no caller writes into the dense stack. ``dense`` may then return a cached one.
 
     def dense(self) -> Tensor:
-        """Decode all experts. Return [experts, ...]. The result may come from the cache, so do not write into it."""
+        """Decode all experts, [experts, ...]. Do not write into the result, because it might be cached."""
         with torch.no_grad():  # bitsandbytes' parametrization passes no gradient to the packed weight either.
             if switch.on and not is_compiling():
                 own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
@@ -58,20 +52,14 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode only the experts with the indices ``ids``, int64 [n]. Return [n, ...].
-
-        transformers indexes a dense stack in the same way, so its code also works with a packed stack.
-        """
+        """Decode the experts ``ids``, int64 [n]. transformers indexes dense stacks in the same way."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Return a smaller packed stack, [n, ...], with copies of the packed bytes of the experts ``ids``, int64 [n].
-
-        Return a Reason if the bytes of single experts cannot be copied (see ``has_whole_experts``).
-        """
+        """Return a packed stack [n, ...] of the experts ``ids``, int64 [n], or a Reason if bytes of single experts cannot be copied."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         from bitsandbytes.functional import QuantState
@@ -93,11 +81,7 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def has_whole_experts(self) -> bool:
-        """Return whether the bytes of single experts can be copied out of the stack.
-
-        This needs experts that consist of whole bytes and whole blocks. If the quantization is nested, each expert must
-        also consist of whole second-level blocks.
-        """
+        """Return whether each expert is whole bytes and whole blocks, if nested also whole second-level blocks."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(
@@ -112,31 +96,19 @@ class PackedExperts:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by the stack's name.
-
-    The first parametrization in each list is that of bitsandbytes.
-    """
+    """Return each packed stack's ParametrizationList, which begins with bitsandbytes' parametrization."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch itself packed a stack, or prepared the stack for adapters.
-
-    nf4_patch then handles the saving and merging of the stack even while ``experts="4bit"`` is off.
-
-    Args:
-        chain: the ParametrizationList of the stack.
-    """
+    """Return whether nf4_patch packed the stack or prepared it for adapters, and so saves and merges it even while the option is off."""
     packed = sys.modules.get(f"{__package__}.packed")
     return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
 
 
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
-    """Return the packed stacks of an experts module by name.
-
-    If the stacks must be read through the parametrization, return the Reason instead.
-    """
+    """Return the packed stacks of a module by name, or the Reason why they must be read through the parametrization."""
     packed = packed_chains(module)
     chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
     if not chains:
@@ -156,17 +128,11 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
+    """Return whether reading a stack runs other code than bitsandbytes' parametrization.
 
-    If so, the packed bytes must not be read directly. For example, libraries for offloading and sharding load a weight
-    in a hook and free it in another hook. Such hooks are on the experts module, on the ParametrizationList, or on
-    bitsandbytes' parametrization in that list.
-
-    bitsandbytes' own two hooks on the experts module do not count. They cache a dense stack during one forward. An
-    outer ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
-
-    Args:
-        chains: the ParametrizationList of each stack, by name.
+    Libraries for offloading and sharding load a weight in a hook on the module, the ParametrizationList or bitsandbytes'
+    parametrization. bitsandbytes' own two hooks, which cache a dense stack during one forward, do not count. An outer
+    ``parametrize.cached()`` does.
     """
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     if library is None or any(HOOKS_ON_ALL):
