@@ -11,7 +11,7 @@ from ..patching.option import Option, size_in_words
 
 
 class Uncached(enum.Enum):
-    """The reasons why the cache did not serve a read, so that the weight was dequantized."""
+    """Reasons why the cache did not serve a read."""
 
     BUDGET_SPENT = "the budget has no room for the weight"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
@@ -50,7 +50,7 @@ class CacheStatus:
 
 
 def report(mode: str | int) -> CacheStatus:
-    """Return the cache's status. If the cache is not imported yet, the status has only ``mode``, the option's value."""
+    """Return the cache's status, or only ``mode`` if the cache is not imported yet."""
     module = sys.modules.get(f"{__package__}.store")  # not imported here, because it imports torch
     found: CacheStatus = module.cache.snapshot() if module else CacheStatus(str(mode))
     return found

@@ -1,7 +1,4 @@
-"""The option ``experts="4bit"``, which loads and trains mixtures of experts with the experts in 4 bits.
-
-Its targets are the library functions that nf4_patch replaces for this option.
-"""
+"""The option ``experts="4bit"``: load and train mixtures of experts with the experts in 4 bits."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ FUNCTIONS = MODULES["4-bit functions"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """A packed stack: its bytes, its QuantState, and a Dequantizer.
-
-    The Dequantizer decodes the bytes, and counts how often the kernel ran (hits) and how often it did not (fallbacks).
-    """
+    """A packed stack: its bytes, its QuantState, and the Dequantizer that decodes and counts."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -38,7 +35,7 @@ class PackedExperts:
     decode: Callable[[Tensor, Any], Tensor] | None = None  # decodes all experts without the kernel; None: the library's
 
     def dense(self) -> Tensor:
-        """Decode all experts. Return [experts, ...]. The result may come from the cache, so do not write into it."""
+        """Decode all experts, [experts, ...]. Do not write into the result, because it might be cached."""
         with torch.no_grad():  # bitsandbytes' parametrization passes no gradient to the packed weight either.
             if switch.on and not is_compiling():
                 own = self.dequantizer
@@ -50,20 +47,14 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode only the experts with the indices ``ids``, int64 [n]. Return [n, ...].
-
-        transformers indexes a dense stack in the same way, so its code also works with a packed stack.
-        """
+        """Decode the experts ``ids``, int64 [n]. transformers indexes dense stacks in the same way."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Return a smaller packed stack, [n, ...], with copies of the packed bytes of the experts ``ids``, int64 [n].
-
-        Return a Reason if the bytes of single experts cannot be copied (see ``has_whole_experts``).
-        """
+        """Return a packed stack [n, ...] of the experts ``ids``, int64 [n], or a Reason if bytes of single experts cannot be copied."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         state, second, kind = self.state, self.state.state2, type(self.state)
@@ -81,11 +72,7 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer, decode=self.decode)
 
     def has_whole_experts(self) -> bool:
-        """Return whether the bytes of single experts can be copied out of the stack.
-
-        This needs experts that consist of whole bytes and whole blocks. If the quantization is nested, each expert must
-        also consist of whole second-level blocks.
-        """
+        """Return whether each expert is whole bytes and whole blocks, if nested also whole second-level blocks."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(

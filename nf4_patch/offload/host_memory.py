@@ -1,8 +1,6 @@
-"""Pinned host memory for packed experts.
+"""Pinned host memory for packed experts, mapped into the GPU's address space.
 
-With ``enable(offload="6GiB")`` packed experts take up to 6 GiB of each GPU, and all other packed experts are in this
-memory. The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA
-tensor. Every operation on the tensor works as before, only slower, because the GPU reads the tensor over the bus.
+A tensor in it is still a CUDA tensor. Every operation works as before, only slower, because the GPU reads it over the bus.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ ADVICE = 'free host memory, or keep more experts on the GPU with a larger offloa
 
 
 class Cuda:
-    """All CUDA calls of the offload folder. Tests replace this class with a version for plain CPU tensors."""
+    """All CUDA calls of the offload folder, which tests replace."""
 
     kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -40,7 +38,7 @@ class Cuda:
     handle = staticmethod(runtime.current_stream)
 
     def register(self, host: Tensor, device: torch.device) -> str:
-        """Pin memory and map it into the address space of every GPU. Return the error, or "" on success."""
+        """Pin memory and map it into the address space of every GPU. Return the error, or ""."""
         cudart, same = torch.cuda.cudart(), ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
@@ -54,11 +52,7 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory.
-
-        Unpinning would break a CUDA graph capture. So during a capture the memory stays pinned, and the first call
-        of this method after the capture unpins it.
-        """
+        """Unpin memory. During a CUDA graph capture, which unpinning would break, leave it to the first call afterwards."""
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
@@ -66,11 +60,7 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], whose memory is the host memory that ``part`` describes.
-
-        Args:
-            part: an object with ``__cuda_array_interface__``. The tensor keeps this object alive.
-        """
+        """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes. It keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -82,10 +72,9 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """The host memory of one experts module, which is prefetched as a whole.
+    """Host memory of one module's packed stacks, which are prefetched as a whole.
 
-    The block holds the module's packed stacks. A stack is one tensor with, for example, the down_proj weights of all
-    experts. The memory is pinned when the first tensor is copied into it, and lives as long as any CUDA tensor in it.
+    It is pinned when the first tensor is copied into it, and lives as long as any CUDA tensor in it.
     """
 
     def __init__(self, capacity: int):
@@ -103,11 +92,7 @@ class HostBlock:
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
-        """Allocate and pin the block's memory.
-
-        Raises:
-            MemoryError: the memory cannot be allocated or pinned.
-        """
+        """Allocate and pin the block's memory, or raise MemoryError."""
         self.device, size = device, self.capacity + ROOM
         try:
             # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned
@@ -126,10 +111,7 @@ class HostBlock:
         return host
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the block, and return the copy as a CUDA tensor.
-
-        If the block has too little room, return ``tensor`` itself.
-        """
+        """Return a copy of a tensor in the block, or ``tensor`` itself if there is no room."""
         if self.host is None:
             self.host = self.pinned(tensor.device)
         destination = self.host[self.size : self.size + tensor.nbytes]
@@ -145,7 +127,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is one of this block's tensors. A slice of such a tensor is not."""
+        """Return whether ``tensor`` is one of this block's tensors, and not a slice of one."""
         return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
@@ -158,7 +140,7 @@ on_last_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def no_block() -> None:
-    """Return None, as a weak reference to a freed block does. This function stands for "no block"."""
+    """Stand for "no block", as a weak reference to a freed block does."""
 
 
 def living() -> set[HostBlock]:
@@ -166,7 +148,7 @@ def living() -> set[HostBlock]:
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
-    """Remove the tensors of a freed host block from ``blocks``, and unpin the block's memory."""
+    """Remove a freed block's tensors from ``blocks``, and unpin its memory."""
     for address in sizes:
         del blocks[address]
     if os.getpid() == process:  # a forked child has no CUDA

@@ -10,7 +10,7 @@ from ..patching.option import Option, size_in_words
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """The offload part of ``status()`` for one GPU. It covers the models with packed experts in host memory."""
+    """Part of ``status()`` for one GPU: the models with packed experts in host memory."""
 
     resident: int = 0  # bytes of packed experts on the GPU, including the prefetch buffers
     in_host: int = 0  # bytes of packed experts in host memory

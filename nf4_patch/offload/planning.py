@@ -29,10 +29,7 @@ plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.Weak
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the size in bytes of a packed stack together with its absmax tensors.
-
-    A block has 64 elements. A second-level block, which only a nested stack has, has 256 blocks.
-    """
+    """Return the bytes of a packed stack with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
@@ -40,8 +37,7 @@ def packed_size(elements: int, nested: bool) -> int:
 def free_memory(root: Path = Path("/")) -> float:
     """Return the host memory in bytes that this process may still use, or infinity if Linux does not tell.
 
-    It is the smallest of MemAvailable and, for each cgroup of the process, the limit minus the memory in use. Inactive
-    page cache does not count as used, because Linux frees it under pressure.
+    It is the smallest of MemAvailable and each cgroup's limit minus its memory in use, without inactive page cache.
     """
     found = float("inf")
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -69,17 +65,14 @@ def free_memory(root: Path = Path("/")) -> float:
 
 
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which experts modules of a model go to host memory, and record their host blocks in ``plans``.
-
-    All stacks of a module go to the same memory. A stack is one tensor with, for example, the down_proj weights of all
-    experts.
+    """Decide which experts modules go to host memory, and record their host blocks in ``plans``.
 
     Args:
         stacks: (full name, device, packed bytes) of each stack that will be packed.
 
     Raises:
-        ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
-        MemoryError: the chosen modules need more host memory than is free.
+        ConfigError: the size is too small for the two prefetch buffers.
+        MemoryError: the modules need more host memory than is free.
     """
     if not gate.on:
         return
@@ -118,11 +111,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
 
 
 def blocks_of(model: Any) -> dict[str, HostBlock]:
-    """Return the host blocks planned for a model that is being loaded, by module path.
-
-    Raises:
-        MemoryError: a stack of the model could not be moved to host memory.
-    """
+    """Return the host blocks planned for a model, by module path. Raise MemoryError if a stack could not be moved there."""
     planned = plans.get(model, {})
     if isinstance(planned, str):
         raise MemoryError(planned)
@@ -130,10 +119,7 @@ def blocks_of(model: Any) -> dict[str, HostBlock]:
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """Move a packed stack and its absmax tensors to host memory, if ``plan`` chose its module for host memory.
-
-    Return ``parameter`` in both cases.
-    """
+    """Return ``parameter``, moved to host memory with its absmax tensors if ``plan`` chose its module."""
     block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
     if block is None:
         return parameter

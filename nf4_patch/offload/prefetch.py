@@ -1,7 +1,6 @@
 """Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
-The copies run on a separate CUDA stream. Each GPU has two buffers: while one layer's experts are decoded from one
-buffer, the next layer's experts are copied into the other buffer.
+The copies run on a separate CUDA stream, into two buffers per GPU in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ gate = switch.gates["offload"]
 
 
 class Buffer:
-    """GPU memory for a copy of one host block. It is allocated on the copy stream."""
+    """GPU memory for a copy of one host block, allocated on the copy stream."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -43,7 +42,7 @@ class Buffer:
         self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
 
     def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
-        """Return this buffer's views of a weight's packed, absmax and absmax2. Store the views in ``views`` too."""
+        """Return this buffer's views of a weight's packed, absmax and absmax2, and store them in ``views``."""
         assert self.memory is not None and block.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
@@ -56,7 +55,7 @@ class Buffer:
 
 
 class Prefetcher:
-    """Prefetcher of one GPU: two buffers, a copy stream, and the order in which host blocks are read."""
+    """Buffers, copy stream and reading order of one GPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
@@ -71,11 +70,7 @@ class Prefetcher:
     def decode(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Call ``run`` with the weight's copy in a prefetch buffer. Return the result of ``run``.
-
-        If no buffer holds the weight, copy its host block now. A slice of a stack is never read from a buffer: ``run``
-        reads the slice from host memory.
-        """
+        """Decode from the prefetch buffer, copying the host block now if no buffer holds it. Slices are read from host memory."""
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         with self.lock:
             if self.buffers[1].block is reference:
@@ -105,10 +100,7 @@ class Prefetcher:
             return run(new(PackedWeight, (packed, absmax, absmax2, *weight[3:])))
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """Record that ``block`` is read now. Return the block that probably comes next, or None.
-
-        This is the block that came next when ``block`` was last read after the same block as now.
-        """
+        """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
@@ -117,11 +109,7 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Start the copy of a host block into a buffer. The copy waits until all earlier reads of the buffer are done.
-
-        Args:
-            ahead: whether the copy is a prefetch. It is not if the caller needs the block now.
-        """
+        """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: nobody waits for it yet."""
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
         # these writes. A prefetch need not wait: a write changes a fingerprint, and ``decode`` then copies the block
@@ -141,7 +129,7 @@ class Prefetcher:
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
-        """Mark the buffer as empty, and let the copy stream wait until all reads of the buffer are done."""
+        """Mark the buffer as empty, and let the copy stream wait for its reads."""
         buffer.block = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
@@ -195,10 +183,7 @@ def prefetched(
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes whenever packed, absmax or absmax2 is replaced or written to.
-
-    Return None if one of the three is an inference tensor, which has no version counter.
-    """
+    """Return a fingerprint that changes at every write. None: an inference tensor has no version counter."""
     packed, absmax, absmax2, *_ = weight
     try:
         fingerprint: Fingerprint = (

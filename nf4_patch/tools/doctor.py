@@ -74,7 +74,7 @@ class Gpu:
 
 @dataclass
 class Judged:
-    """The state that a target would have in a training run on this machine, and why."""
+    """State that a target would have in a training run on this machine."""
 
     name: str
     state: State
@@ -95,10 +95,7 @@ class DoctorReport(Report):
     cpu: str = ""  # the fault of bitsandbytes on this CPU
 
     def problems(self) -> list[str]:
-        """Return the reasons why calls would run the original.
-
-        The list is empty if the kernel would run for every installed target.
-        """
+        """Return the reasons why calls would run the original."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         failing = [gpu for gpu in self.gpus if gpu.failures]
@@ -157,11 +154,10 @@ class DoctorReport(Report):
 
 
 def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False) -> DoctorReport:
-    """Examine the machine: compile the kernels, enable the patch, look at the targets, and disable the patch again.
+    """Examine the machine: compile the kernels, and enable the patch for a moment to look at the targets.
 
     Args:
-        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only Unsloth's release is checked.
-        verbose: the report shows every target and kernel.
+        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only its release is checked.
 
     Raises:
         ConfigError: an NF4_* variable has an unknown value.
@@ -181,10 +177,9 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 
 
 def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the lines of code that the user should type, by what they are for.
+    """Return the lines that the user should type, by what they are for.
 
-    CUDA graphs need batches of few lengths, which are suggested only for a GPU that is so fast that it waits for Python. A mixture
-    must fit on the GPU with the least memory.
+    Only a GPU that waits for Python needs batches of few lengths. A mixture must fit on the GPU with the least memory.
     """
 
     def has(name: str, condition: str) -> bool:
@@ -258,10 +253,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[Judged], list[str]]:
-    """Import the libraries and enable the patch for a moment.
-
-    Return the status of each target, and sentences about calls that would not get faster.
-    """
+    """Return each target's state, and sentences about calls that would not get faster. Imports the libraries."""
     # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
@@ -286,13 +278,12 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> Judged:
-    """Judge the state that a target would have in a training run on this machine.
+    """Return the state that a target would have in a training run.
 
     Args:
-        release: the installed release of the target's library, or "".
-        status: the target's status in this process, taken while ``examine_targets`` had the patch on.
-        failure: why the import of the target's library failed, or "".
-        config: the configuration that the environment variables set.
+        release: of the target's library, or "".
+        status: taken while ``examine_targets`` had the patch on.
+        failure: why the import of the library failed, or "".
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)

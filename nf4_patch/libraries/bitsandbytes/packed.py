@@ -18,11 +18,10 @@ LORA_LAYERS = MODULES["LoRA layers"]
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """Parameter that holds packed bytes. Casting the model to another dtype never changes the bytes.
+    """Packed bytes, which casting the model never changes.
 
-    The class has the same name as the class of bitsandbytes, because peft, transformers, accelerate and TRL recognize
-    packed bytes by this name. These libraries count a packed byte as two weights, and neither cast nor shard packed
-    bytes.
+    peft, transformers, accelerate and TRL recognize packed bytes by this class name. They count a byte as two weights, and neither
+    cast nor shard it.
     """
 
     # Switch ``__torch_function__`` off. The version of bitsandbytes is written in Python.
@@ -30,7 +29,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the parameter and its QuantState to another device. A dtype in the arguments is ignored."""
+        """Move the parameter and its QuantState. A dtype is ignored."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self if device is None else super().to(device=device, non_blocking=non_blocking)  # type: ignore[misc]
 
@@ -47,11 +46,9 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def end_caching(module: torch.nn.Module) -> None:
-    """Make bitsandbytes stop caching the dense stacks of a module even if the module's forward raises an exception.
+    """Make bitsandbytes stop caching dense stacks even if the module's forward raises an exception.
 
-    bitsandbytes caches dense stacks during a forward, and stops in a forward hook. Before release 0.50, an exception
-    skips this hook. Gradient checkpointing ends its recompute early with an exception, so every dense stack would
-    stay in memory.
+    Before 0.50, an exception skips the hook that ends the caching, and gradient checkpointing ends its recompute with one.
     """
     library: Any = sys.modules[PARAMETRIZE]
     for key, hook in module._forward_hooks.items():
@@ -60,7 +57,7 @@ def end_caching(module: torch.nn.Module) -> None:
 
 
 class Merged(NamedTuple):
-    """The original bytes of a stack into which adapters were merged, and hashes of the stack after the merge."""
+    """Original bytes of a stack into which adapters were merged, and hashes of the stack after the merge."""
 
     packed: Tensor  # The bytes are in host memory, because a copy on the GPU would take as much as the packed stack.
     state: Any
@@ -73,11 +70,9 @@ STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -77235922
 
 
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the shape, the dtype, and a 64-bit hash of the bytes.
+    """Return the shape, the dtype, and a 64-bit hash of the bytes, which is the same on every device.
 
-    The hash is computed on the tensor's device, but is the same on every device. To compute it, split the bytes into
-    words of 8 bytes. Add the word's index times STEP to each word, mix the bits of each result as splitmix64 does
-    (Steele, Lea and Flood, 2014), and sum all results.
+    Words of 8 bytes plus their index times STEP are mixed as in splitmix64 (Steele, Lea and Flood, 2014) and summed.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
@@ -90,29 +85,20 @@ def hash_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
-    """Return hashes of the packed bytes and of each part of their QuantState, by name.
-
-    Copying or moving a model does not change the hashes.
-    """
+    """Return hashes of the packed bytes and of the QuantState's parts by name. Copies have the same hashes."""
     return {name: hash_of(each) for name, each in {"": packed, **state.as_dict(packed=True)}.items()}
 
 
 class Chain(parametrize.ParametrizationList):
-    """The ParametrizationList of a packed stack that has LoRA adapters.
+    """ParametrizationList of a packed stack with LoRA adapters. Every change clears the parametrize cache.
 
-    Every change of the list clears the parametrize cache. If nf4_patch's forward of the experts does not run, peft
-    appends its LoRA to this list before each forward, and removes it afterwards. Without the clearing, the cache could
-    hold a dense weight without the appended LoRA, or with the removed LoRA.
+    If peft's forward runs, it appends its LoRA here before each forward and removes it afterwards, which the cache would not notice.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization, and clear the parametrize cache.
+        """Append a parametrization, and clear the cache, which ``register_parametrization`` filled without it.
 
-        The cache holds the weight without the new parametrization, because ``register_parametrization`` reads the
-        weight before it calls this method.
-
-        peft 0.21 appends LoRA proxies of two classes, but later removes only instances of ``_LoraParameterProxy``. So
-        this method turns a ``_LoraFactorsProxy`` into an instance of both classes.
+        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` becomes both.
         """
         layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
@@ -129,11 +115,11 @@ class Chain(parametrize.ParametrizationList):
         return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
-        """Return a copy of the packed bytes in host memory, and the QuantState. Unmerging restores both."""
+        """Return a copy of the packed bytes in host memory, and the QuantState, for unmerging."""
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
-        """Write new packed bytes into the stack in place, and give the stack their QuantState."""
+        """Write new packed bytes in place, and set their QuantState."""
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # The model may have moved to another device while adapters were merged.

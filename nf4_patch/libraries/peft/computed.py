@@ -1,7 +1,4 @@
-"""The library functions that fused LoRA computes itself instead of calling them.
-
-If somebody replaced or wrapped one of them, their code must run. So peft's forward runs then, which calls it.
-"""
+"""The library functions that fused LoRA computes itself. If somebody replaced one of them, peft's forward runs, which calls it."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ COMPUTED = (
 
 
 class Computed:
-    """Find out whether somebody replaced a function that fused LoRA computes itself.
-
-    Args:
-        original: the forward of peft's layer that nf4_patch replaced.
-    """
+    """Find out whether somebody replaced a function that fused LoRA computes itself. ``original``: peft's forward."""
 
     def __init__(self, original: Any):
         package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))

@@ -1,11 +1,7 @@
-"""peft's LoRA on the experts of transformers' mixtures, packed or dense. ``target_parameters`` names such experts.
+"""peft's LoRA on the experts of transformers' mixtures, packed or dense, which ``target_parameters`` names.
 
-A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. For each stack
-with adapters, peft puts a ``ParamWrapper`` around the experts module. In each forward peft adds B·A to the dense stack,
-and the gradient of this sum is as large as the dense stack.
-
-nf4_patch's forward of the experts avoids the sum: it gets A and B from peft's wrapper, and multiplies by them
-separately (see product.py). peft's code still finds, names and saves the adapters.
+peft puts a ``ParamWrapper`` around the experts module for each stack, and adds B·A to the dense stack in each forward. nf4_patch's
+forward gets A and B from the wrapper and multiplies by them separately (product.py). peft still names and saves the adapters.
 """
 
 from __future__ import annotations
@@ -35,10 +31,7 @@ RANKS = 8
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """Return the QuantStates of a module's packed stacks by name.
-
-    Stacks with a second parametrization, such as peft's LoRA, are left out.
-    """
+    """Return the QuantStates of packed stacks by name, without those that have a second parametrization, such as peft's LoRA."""
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -46,7 +39,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """One forward of peft's ``ParamWrapper`` around a stack, with the names of the adapters that are active in it."""
+    """One forward of peft's ``ParamWrapper`` around a stack, with the names of its active adapters."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -54,11 +47,9 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """Return the LoRA factors (left, right) of all active adapters, concatenated along the rank.
+        """Return (left, right) of all active adapters, concatenated along the rank. left @ right is what peft would add to the stack.
 
-        left @ right is the tensor that peft would add to the stack. ``product.Lora`` gives the shapes. peft stores
-        lora_A as [experts * rank, in], where the rank index varies fastest. It stores lora_B as [out, rank * experts],
-        where the expert index varies fastest.
+        peft stores lora_A as [experts * rank, in], and lora_B as [out, rank * experts]. ``product.Lora`` gives the result's shapes.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -73,12 +64,7 @@ class Wrapper:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """Return the replacement for ``ParamWrapper.forward``.
-
-    The original adds B·A to the dense stack while the experts run. The replacement registers the wrapper in
-    ``active_wrappers`` instead. The forward of the experts finds the wrapper there, and multiplies by A and B
-    separately.
-    """
+    """Replace ``ParamWrapper.forward``: register the wrapper in ``active_wrappers``, where the forward of the experts finds it."""
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -109,12 +95,10 @@ def forward(target: Target, original: Function) -> Function:
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
-    """Show peft the packed stacks of a module as dense parameters, as long as this context manager is active.
+    """Show peft the packed stacks of a module as dense parameters without memory.
 
-    The dense parameters take no memory. They are needed for two reasons. First, peft finds a parametrized weight only
-    if its full name is given. Second, peft visits parametrized weights in another order than parameters, and the order
-    decides the names in the adapter's file. So the dense parameters are in the order that all experts classes of
-    transformers use: the down projection comes last.
+    peft finds a parametrized weight only by its full name, and visits it in another order, which decides the names in the adapter's
+    file. The dense parameters are in the order of transformers' classes: the down projection comes last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -140,9 +124,8 @@ def seen_dense(module: Any) -> Iterator[None]:
 def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``PeftConfigMixin.from_json_file``, whose caller loses two facts about an adapter's file.
 
-    peft removes fields that it does not know. So the layout of lora_B, which Unsloth wrote, is copied to
-    ``auto_mapping``, where newer releases of Unsloth store it too. For a missing ``peft_version``, peft fills in its own
-    version. But peft writes the field since 0.18, and has ``target_parameters`` since 0.17.
+    peft drops unknown fields, so Unsloth's layout of lora_B is copied to ``auto_mapping``, where newer Unsloth stores it. And peft
+    fills in its own version for a missing ``peft_version``, which means 0.17 here.
     """
     written = original(cls, *args, **kwargs)
     if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
@@ -157,19 +140,14 @@ def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Raise an error if peft would load an adapter with wrong values.
-
-    This happens if the adapter's tensors have the right shapes, but their elements are in another order than peft
-    expects.
+    """Raise an error if the adapter's tensors have the right shapes, but their elements another order than peft expects.
 
     Args:
-        stacks: the stacks of the module by name. Only their ``shape`` is used, [experts, ...].
-        peft_config: the configuration of the adapter.
+        stacks: only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: in one of two cases. Either peft before 0.19 wrote the adapter with A and B swapped, and the weight
-            of each expert is square, so that no shape shows the swap. Or Unsloth wrote lora_B in a layout that peft
-            cannot read. Releases before 2026.9.6 write [out, experts * rank], where the rank index varies fastest.
+        ValueError: peft before 0.19 wrote A and B swapped and the experts are square, so that no shape shows it, or Unsloth before
+            2026.9.6 wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse
@@ -199,13 +177,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
 
 
 def refuse_copies(module_name: str, peft_config: Any) -> None:
-    """Raise an error if peft would copy a module with packed stacks while it injects an adapter.
-
-    The copy would hold the placeholders of ``seen_dense``.
-
-    Args:
-        module_name: the module's full name in the model.
-        peft_config: the configuration of the adapter.
+    """Raise an error if peft would copy a module with packed stacks, and so the placeholders of ``seen_dense``.
 
     Raises:
         ValueError: ``modules_to_save`` names the module or a parent of it, or ``layer_replication`` is set.
@@ -256,10 +228,9 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``ParamWrapper.merge`` and ``unmerge``, so that they also work for a packed stack.
+    """Replace ``ParamWrapper.merge`` and ``unmerge``: requantize the stack that peft changed.
 
-    peft changes the dense weight of the stack, and the replacement then requantizes the stack. An interrupt cannot
-    leave the packed stack and ``merged_adapters`` in contradiction: either both are changed, or both are unchanged.
+    An interrupt leaves the packed stack and ``merged_adapters`` both changed or both unchanged.
     """
     experts, name = self.get_base_layer(), self.parameter_name
     chain, adapters = packed_chains(experts).get(name), self.merged_adapters
@@ -285,15 +256,10 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
-    """Requantize a stack after peft merged or unmerged adapters.
-
-    If no adapter is merged any more, restore the original bytes instead.
+    """Requantize a stack after a merge, or restore the original bytes once nothing is merged.
 
     Args:
-        wrapper: peft's wrapper around the stack.
-        chain: the ParametrizationList of the stack.
-        adapters: the names of the adapters that were merged into the packed bytes before. This list is updated in
-            place.
+        adapters: the adapters merged into the packed bytes before. Updated in place.
     """
     from ..bitsandbytes.packed import content_of
 

@@ -1,9 +1,7 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-A call runs in one of three ways:
-* as one autograd function (function.py);
-* in two kernel launches (matmul/lora.py), for few rows without a gradient and with ``enable(matmul="auto")``;
-* as peft's own forward.
+A call runs as one autograd function (function.py), in two kernel launches for few rows without a gradient (matmul/lora.py), or
+as peft's own forward.
 """
 
 from __future__ import annotations
@@ -53,11 +51,7 @@ unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
-    """Return [A, B, dropout, scaling] of each active adapter, or the Reason why peft's forward has to run.
-
-    Args:
-        hooked: whether to look for hooks. If True and a module of an adapter has hooks, the result is a Reason.
-    """
+    """Return [A, B, dropout, scaling] of each active adapter, or the Reason why peft's forward has to run. ``hooked``: look for hooks."""
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
     modules = layer._modules  # this lookup is faster than the module's __getattr__
     all_a, found = modules["lora_A"]._modules, []
@@ -100,16 +94,11 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 
 
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype of the base product (x times the base weight), and the dtype that the weight is decoded to.
+    """Return the dtype of the base product, and the dtype that the weight is decoded to, or None if they are not supported.
 
-    The base product has the dtype of autocast, or the dtype of x without autocast. The weight is decoded to the layer's
-    compute dtype, as in bitsandbytes' forward. One of the two dtypes may be fp16 and the other bf16: if a model was
-    saved in 4 bits, transformers takes the compute dtype from the saved files.
-
-    Returns:
-        The two dtypes, or None if a dtype is not supported. Also None if, without autocast, only one of x's dtype and
-            the compute dtype is fp32. In this case peft rounds the sum of LoRA and the base product differently than
-            one function would.
+    The product has the dtype of autocast, or else of x. The weight is decoded to the layer's compute dtype, which the saved files
+    decide for a 4-bit checkpoint, so one can be fp16 and the other bf16. Without autocast, if only one of x's dtype and the compute
+    dtype is fp32, peft rounds the sum differently than one function would: None.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -125,14 +114,7 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 
 
 def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor, float] | Reason:
-    """Return A, B and the scaling of the only adapter, for the fused matmul of few rows.
-
-    If the fused matmul cannot add this adapter's product, return the Reason.
-
-    Args:
-        adapters: the result of ``adapters_of``.
-        dtypes: the result of ``dtypes_of``.
-    """
+    """Return A, B and the scaling of the only adapter, or the Reason why the fused matmul of few rows cannot add it."""
     if len(adapters) != 1:
         return Reason.LORA_OPERANDS
     a, b, dropout, scale = adapters[0]
@@ -148,13 +130,10 @@ def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tupl
 def run(
     base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
 ) -> Tensor:
-    """Compute the result of a layer with LoRA, [..., out].
+    """Compute the layer's result [..., out] for x [..., in].
 
     Args:
-        base: the base layer, which belongs to bitsandbytes.
-        adapters: the result of ``adapters_of``.
-        x: the layer's input, [..., in].
-        dtype: the dtype of the product with the base weight.
+        dtype: of the product with the base weight.
         dense: returns the base weight, [out, in].
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
@@ -198,10 +177,9 @@ context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
-    """Make the replacement for ``peft.tuners.lora.bnb.Linear4bit.forward``.
+    """Replace ``peft.tuners.lora.bnb.Linear4bit.forward``.
 
-    Under torch.compile, Dynamo traces peft's forward, and Inductor fuses its operations. Only for few rows with
-    ``enable(matmul="auto")``, Dynamo traces a call of our custom op instead.
+    Dynamo traces peft's forward, whose operations Inductor fuses. Only for few rows with ``matmul="auto"``, it traces our custom op.
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedMatmul(target.name, dequantizer.fallbacks)
@@ -235,11 +213,7 @@ def linear(target: Target, original: Function) -> Function:
             return fused.run(x, weight, bias, None, adapter)
 
     def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decide how a call runs while Dynamo traces.
-
-        For few rows without a gradient, call the custom op and return its result. Otherwise return the Reason why
-        Dynamo has to trace peft's forward.
-        """
+        """While Dynamo traces: return the custom op's result for few rows without a gradient, or the Reason to trace peft's forward."""
         if not matmul_gate.on or torch.is_grad_enabled():
             return Reason.MATMUL_OPERANDS
         if (watcher := context.watched_trace()) is not None:
@@ -264,10 +238,7 @@ def linear(target: Target, original: Function) -> Function:
         return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decide how a call runs. In the recompute of a checkpoint, repeat the decision of the forward.
-
-        Return the result of the layer, or ``run`` with its arguments, or the Reason why peft's forward has to run.
-        """
+        """Return the layer's result, or ``run`` with its arguments, or the Reason. A checkpoint's recompute repeats the forward's decision."""
         if not lora_gate.on:
             # Without lora="fused", our code runs only calls that require no gradient.
             # Such a call saves no tensors, so its recompute may decide differently.
@@ -285,12 +256,7 @@ def linear(target: Target, original: Function) -> Function:
         return result
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
-        """Decide how a call runs, as described at ``prepare``.
-
-        Args:
-            again: whether this call is a recompute whose forward used ``run``. Hooks and modes are then ignored,
-                because they may have been added after the forward.
-        """
+        """As ``prepare``. ``again``: a recompute whose forward used ``run``, which ignores hooks and modes that came after the forward."""
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):
             return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA

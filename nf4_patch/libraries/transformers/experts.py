@@ -1,8 +1,7 @@
 """Replacements for the functions of transformers and Liger that run the experts of a mixture.
 
-transformers decodes every expert of a packed stack. In training it saves the dense stack for the backward, which takes
-1.2 GB in bf16 per layer of Qwen3-30B-A3B. In generation it decodes all experts, although a token needs only a few of
-them. nf4_patch's forward saves the packed stack in training, and decodes only the needed experts in generation.
+transformers decodes every expert, and in training saves the dense stack for the backward: 1.2 GB in bf16 per layer of
+Qwen3-30B-A3B. nf4_patch saves the packed stack, and in generation decodes only the needed experts.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Loads:
-    """Record whether a model was loaded while ``experts="4bit"`` was on.
-
-    If so, the forward does not warn of experts in 16 bits. Either the user asked for experts in 16 bits, or loading has
-    already warned of them.
-    """
+    """Record whether a model was loaded with the option on. Then no warning of experts in 16 bits is needed."""
 
     seen = False
 
@@ -78,13 +73,10 @@ def run(
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
-    """Return the replacement for a function that runs the experts of a mixture.
-
-    If nf4_patch's forward raises an error, the caller gets this error. The original function does not run then.
+    """Replace a function that runs experts. Errors of nf4_patch's forward reach the caller.
 
     Args:
-        whole: True if the original multiplies by the weights of all experts, and only reads these weights. False if it
-            copies the weight of each row's expert.
+        whole: the original multiplies by all experts' weights, and only reads them. False: it copies each row's weight.
     """
     dequantizer = OffloadedDequantizer(target.name)
 

@@ -1,11 +1,8 @@
 """Replacements for transformers' loading and saving, so that ``load_in_4bit`` packs the stacks of experts too.
 
-A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of every expert of a layer. To pack a stack
-means to quantize it to 4 bits.
-
-transformers quantizes each weight as soon as it has read the whole weight from the checkpoint. Until the model is
-loaded, a packed stack is a parameter with its QuantState as an attribute. After that, the stack gets the same
-parametrization as from bitsandbytes' ``replace_parameter_4bit``, which decodes the stack when it is read.
+A stack is a tensor [experts, ...] of one weight, such as down_proj, of every expert of a layer. transformers quantizes each
+weight as soon as it is read. Until the model is loaded, a packed stack is a parameter with its QuantState as an attribute.
+Then it gets the parametrization of bitsandbytes' ``replace_parameter_4bit``.
 """
 
 from __future__ import annotations
@@ -49,12 +46,12 @@ def is_stack(model: Any, full_name: str) -> bool:
 
 
 def is_matrix(name: str, parameter: Any) -> bool:
-    """Return whether a parameter of an experts module is a weight matrix, not a bias or an integer tensor."""
+    """Return whether a parameter is a weight matrix, not a bias or an integer tensor."""
     return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
 
 
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (full name, module, name in the module) for every packed stack of a model."""
+    """Yield (full name, module, name in the module) of every packed stack."""
     for path, module in list(model.named_modules()):
         for name in packed_chains(module):
             yield f"{path}.{name}", module, name
@@ -80,11 +77,11 @@ def empty_cache(tensor: Tensor) -> None:
 
 
 def quantize_stack(stack: Tensor, config: Any) -> Any:
-    """Pack a stack with the options of a BitsAndBytesConfig. Return a parameter with its QuantState as an attribute.
+    """Return the packed parameter, with its QuantState as an attribute.
 
     Raises:
-        ValueError: the number of packed bytes is not a multiple of the item size of bnb_4bit_quant_storage. For such a
-            stack, bitsandbytes would write past the end of its result (docs/notes/quantize-4bit-storage.md).
+        ValueError: the packed bytes are not a multiple of bnb_4bit_quant_storage's item size, so that bitsandbytes would write past
+            the end of its result (docs/notes/quantize-4bit-storage.md).
     """
     storage, nbytes = config.bnb_4bit_quant_storage, (stack.numel() + 1) // 2
     if nbytes % storage.itemsize:
@@ -106,11 +103,7 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """Replace ``get_hf_quantizer``, so that ``load_in_4bit`` also works for gpt-oss, whose checkpoints are in MXFP4.
-
-    The replacement deletes the MXFP4 quantization from the model's config. transformers then treats the checkpoint as a
-    16-bit one, and the class ``Mxfp4`` below decodes its stacks.
-    """
+    """Replace ``get_hf_quantizer`` for gpt-oss in MXFP4: without that quantization in the config, ``Mxfp4`` decodes the stacks."""
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
@@ -120,10 +113,7 @@ def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any
 
 @around
 def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
-    """Replace ``param_needs_quantization``, so that transformers also quantizes stacks of experts.
-
-    A stack stays in 16 bits if ``llm_int8_skip_modules`` names it or a module that contains it.
-    """
+    """Replace ``param_needs_quantization``, so that stacks are quantized unless ``llm_int8_skip_modules`` names them."""
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
     rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.option].on)
@@ -143,10 +133,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
 
 
 def is_wanted(quantizer: Any, full_name: str) -> bool:
-    """Return whether a parameter may be quantized.
-
-    It may not if ``llm_int8_skip_modules`` names the parameter or a module that contains it.
-    """
+    """Return whether ``llm_int8_skip_modules`` names neither the parameter nor a module that contains it."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = full_name, full_name.rpartition(".")[0]
@@ -155,9 +142,9 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 
 @around
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
-    """Replace ``Bnb4bitQuantize.convert``, which quantizes weights during loading. Also pack stacks of experts.
+    """Replace ``Bnb4bitQuantize.convert``, which quantizes weights during loading, to pack stacks too.
 
-    ``input_dict`` maps full names to weights. A stack in ``input_dict`` already holds all experts of its layer.
+    ``input_dict`` maps full names to weights. A stack already holds all experts of its layer.
     """
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
@@ -177,19 +164,12 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
 
 @around
 def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
-    """Replace ``caching_allocator_warmup`` by a function that does nothing.
-
-    The original would reserve GPU memory for all packed weights. That is too much, because offloaded experts are in
-    host memory.
-    """
+    """Replace ``caching_allocator_warmup``, which would reserve GPU memory for offloaded experts too."""
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A stack of experts that the checkpoint holds in MXFP4.
-
-    transformers indexes this object as it indexes a slice of a safetensors file. The result is the decoded stack.
-    """
+    """A stack in MXFP4, which transformers indexes like a slice of a safetensors file. The result is decoded."""
 
     blocks: Any
     scales: Any
@@ -205,10 +185,7 @@ class Mxfp4:
 
 @around
 def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
-    """Replace ``convert_and_load_state_dict_in_model``, which reads a checkpoint into a model.
-
-    The replacement also reads stacks that were saved packed or in MXFP4.
-    """
+    """Replace ``convert_and_load_state_dict_in_model`` to read stacks that were saved packed or in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
@@ -274,17 +251,14 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion builds packed weights from saved QuantStates.
-
-    When transformers saves a model, it cannot reverse such a conversion.
-    """
+    """Return whether a conversion builds packed weights from saved QuantStates, which transformers cannot reverse when it saves."""
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
 
 
 def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
-    """Return a dict from the full name of each stack to the stack's device.
+    """Return the device of each stack by its full name.
 
     Raises:
         ValueError: ``device_map`` offloads experts that would be packed, or a device mesh shards them.
@@ -306,27 +280,17 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
 
 
 def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
-    """Return whether all parameters that a conversion produces are packed stacks.
-
-    Args:
-        stacks: the packed stacks by full name.
-        names: the full names of all parameters of the model.
-    """
+    """Return whether everything that ``conversion`` produces is a packed stack. ``names`` are all parameters of the model."""
     back = conversion.reverse_transform()
     made = {name for name in names if back.rename_source_key(name)[1] is not None}
     return bool(made) and made <= stacks.keys()
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """Return a function that tells to which parameter a key of the checkpoint belongs, and how its tensor is converted.
+    """Return a function from a checkpoint's key to (name, converter, pattern).
 
-    The function returns (name, converter, pattern). ``name`` is the full name of the parameter. ``converter`` is the
-    entry of ``mapping`` that converts the tensor. ``pattern`` is the source pattern of the converter that matches the
-    key. ``converter`` and ``pattern`` are None if the tensor needs no conversion.
-
-    Args:
-        mapping: transformers' conversions for the model.
-        stacks: the stacks of the model by full name.
+    ``name`` is the full name of the parameter, ``converter`` the entry of ``mapping`` that converts the tensor, and ``pattern`` its
+    source pattern that matches the key. The last two are None if the tensor needs no conversion.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -346,10 +310,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
 
 
 def read_packed(state_dict: dict[str, Any], key: str, device: Any) -> Any:
-    """Read a packed weight and its QuantState from a checkpoint, and return them as a parameter.
-
-    The keys of the weight are removed from ``state_dict``.
-    """
+    """Pop a packed weight and its QuantState from ``state_dict``, and return them as a parameter."""
     state = {field: state_dict.pop(f"{key}.{field}")[...] for field in FIELDS if f"{key}.{field}" in state_dict}
     return carrying(state_dict.pop(key)[...].to(device), state)
 
@@ -360,16 +321,14 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
     """Join experts that were packed one by one into one packed stack: concatenate their bytes and their absmax.
 
-    Nested absmax is decoded to fp32 first. It has an offset that differs between experts, but a stack can have only one
-    offset. In fp32 the absmax takes 0.37 bits more per weight.
+    Nested absmax is decoded to fp32 first, because its offset differs between experts. That takes 0.37 bits more per weight.
 
     Args:
-        name, stack: the stack's full name, and its parameter in the model.
-        parts: the checkpoint's keys of the experts, grouped by (converter, pattern) as in ``targets``.
-        read: a function that takes a key, and returns the packed weight as a parameter.
+        parts: the checkpoint's keys of the experts, by (converter, pattern) as in ``targets``.
+        read: returns the packed weight of a key as a parameter.
 
     Raises:
-        ValueError: the experts cannot be joined. The message says why.
+        ValueError: the experts cannot be joined.
     """
     from transformers.core_model_loading import dot_natural_key
 
@@ -405,10 +364,9 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
 
 @around
 def finish(original, self, model, **kwargs) -> Any:
-    """Replace ``_process_model_after_weight_loading``, so that each packed stack gets bitsandbytes' parametrization.
+    """Replace ``_process_model_after_weight_loading``: give packed stacks bitsandbytes' parametrization.
 
-    If a stack is still dense at this point, the replacement packs it and warns. It also warns of experts that stay in
-    16 bits.
+    Pack stacks that are still dense, with a warning. Warn of experts that stay in 16 bits.
     """
     from ..bitsandbytes.packed import end_caching
 
@@ -450,10 +408,7 @@ def finish(original, self, model, **kwargs) -> Any:
 
 @around
 def save(original, model, state_dict) -> Any:
-    """Replace ``revert_weight_conversion``, so that a packed stack is saved as one tensor.
-
-    The original would try to split the stack into one tensor per expert. Packed bytes cannot be split like that.
-    """
+    """Replace ``revert_weight_conversion``, which would split a packed stack into one tensor per expert."""
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
     return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
