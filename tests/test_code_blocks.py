@@ -77,7 +77,6 @@ ELSEWHERE = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "pip install . bitsandbytes peft transformers trl liger-kernel": "installs packages; of a wheel: integration/test_releases.py",
     "source .venv/bin/activate": "changes the shell alone",
-    "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
         "takes 100 GB; of tiny models: integration/test_examples.py"
     ),
