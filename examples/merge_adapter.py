@@ -52,7 +52,9 @@ options = {} if packed else {"quantization_config": in_4_bits}
 with tempfile.TemporaryDirectory() as folder:
     adapter = args.adapter or random_adapter(path, folder)
     try:
-        weights = merge(path, adapter, args.out, tokenizer_of(path), dtype=dtype, device_map={"": args.device}, **options)
+        weights = merge(
+            path, adapter, args.out, tokenizer_of(path), dtype=dtype, device_map={"": args.device}, **options
+        )
     except Refused as error:
         parser.error(str(error))
 print(f"{args.out}: {weights:,} weights in {dtype}")
