@@ -36,10 +36,12 @@ def nothing_ran(work: Any) -> Iterator[None]:
     static_cache = getattr(getattr(owner, "task", None), "static_cache", None)
     tensors = [t for layer in static_cache.layers for t in tensors_of(layer)] if static_cache is not None else []
     contents = [tensor.clone() for tensor in tensors]
-    with getattr(owner, "undone", contextlib.nullcontext)():
-        yield
-    for tensor, content in zip(tensors, contents, strict=True):
-        tensor.copy_(content)
+    try:
+        with getattr(owner, "undone", contextlib.nullcontext)():
+            yield
+    finally:
+        for tensor, content in zip(tensors, contents, strict=True):
+            tensor.copy_(content)
 
 
 class Repetition:
