@@ -174,9 +174,7 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
     )
 
 
-SLOW = (
-    pytest.mark.full
-)  # integration/test_graphs.py compiles a whole model at every change, test_examples.py trains with TRL
+SLOW = pytest.mark.full  # whole models that are compiled, and trainings with TRL
 
 
 @pytest.mark.parametrize(

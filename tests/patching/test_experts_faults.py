@@ -117,7 +117,7 @@ def stock():
     return Layer().stock()
 
 
-@pytest.mark.parametrize(("size", "change"), crossed(("off", "1GiB"), REPLACING))
+@pytest.mark.parametrize(("size", "change"), crossed(("off", "1GiB"), REPLACING, every=3))
 def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size, patched):
     _, want = stock()
     layer = Layer()
@@ -127,7 +127,7 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
     assert torch.equal(layer.gradient(output), want) and not reasons() and (size != "off" or hits() == 4)
 
 
-@pytest.mark.parametrize(("hooks", "change"), crossed((contextlib.nullcontext, save_on_cpu), WRITING))
+@pytest.mark.parametrize(("hooks", "change"), crossed((contextlib.nullcontext, save_on_cpu), WRITING, every=3))
 def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
     """Autograd refuses it. With hooks that copied the saved tensors, autograd does not check, and our code refuses it."""
     layer = Layer()
