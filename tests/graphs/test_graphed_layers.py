@@ -881,7 +881,7 @@ def test_a_fingerprint_notices(change):
 
 # Changes after which a training goes on in another way, in each run. The full run trains with all of them.
 TRAINED = {*NOT_REFUSED, *AROUND} | {
-    "scaling", "frozen", "merged", "second adapter", "attention of PyTorch", "number on the host",
+    "scaling", "frozen", "hooked", "merged", "second adapter", "attention of PyTorch", "number on the host",
 }  # fmt: skip
 WAYS = [
     pytest.param(*each.values, marks=each.marks if each.values[1] in TRAINED else pytest.mark.full)
@@ -1274,6 +1274,22 @@ def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
         del model
         gc.collect()
         assert layer() is None
+
+
+def test_an_error_in_a_capture_is_raised_once(monkeypatch):
+    def fail(recorder, task):
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(recording_module, "GraphedLayer", fail)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        for step in range(EAGER):
+            loss_of(model, step)
+        for _ in range(LAYERS):
+            with pytest.raises(LookupError, match="a bug"):
+                loss_of(model, 0)
+        loss_of(model, 0)
+        assert counters.fallbacks[TARGET, Reason.INTERNAL_ERROR] >= LAYERS
 
 
 def test_refusals_outlive_the_graphs(monkeypatch):
