@@ -33,7 +33,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 PREFIX = "base_model.model."  # of the names in peft's model
-SHARD = 2**30  # bytes that wait in memory until they are written; a larger layer has a file of its own
+SHARD = 2**30  # a file is written as soon as this many bytes wait for it
 HANDLED = {  # fields of LoraConfig that do not change how an adapter is merged, or that peft's merge of one layer handles
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias", "lora_bias", "use_rslora", "use_dora", "modules_to_save",
@@ -146,18 +146,30 @@ def keys_by_layer(model: Any, files: list[str], load_config: Any, layers: list[s
 
 
 def dense_weights(part: Any, keys: dict[str, str], load_config: Any) -> dict[str, Tensor]:
-    """Read weights into a part of an empty model, as ``from_pretrained`` does, and return them dequantized."""
+    """Read weights into a part of an empty model, as ``from_pretrained`` does, and return them dequantized.
+
+    The files are read, not mapped, because pages of a mapped file count as memory of the process.
+    """
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(keys.values())}
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt", backend="pread")) for file in set(keys.values())
+        }
         slices = {key: opened[file].get_slice(key) for key, file in keys.items()}
         info, _ = modeling_utils.convert_and_load_state_dict_in_model(part, slices, load_config, None)
     if info.conversion_errors:
         raise RuntimeError("\n".join(info.conversion_errors.values()))
+    if not set(part.all_tied_weights_keys).isdisjoint(part.state_dict()):
+        part.tie_weights(
+            missing_keys=info.missing_keys, recompute_mapping=False
+        )  # removes what it ties from missing_keys
+    if info.missing_keys:
+        raise Refused(f"the checkpoint lacks {min(info.missing_keys)}, which {type(part).__name__} has")
     load_config.hf_quantizer.postprocess_model(part)
     dtype = part.config.dtype
     for module in list(part.modules()):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.weight = nn.Parameter(dequantize_bnb_weight(module.weight).to(dtype), requires_grad=False)
+            module.quant_state = None
         for name in list(getattr(module, "parametrizations", ())):
             dense = getattr(module, name).detach().to(dtype)
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
@@ -201,7 +213,10 @@ def with_adapter(dense: Any, adapter: str) -> tuple[Any, dict[str, str], Any]:
     """
     folder, config = config_of(adapter)
     config.inference_mode = True
-    model = PeftModel(dense, config, low_cpu_mem_usage=True)
+    try:
+        model = PeftModel(dense, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise Refused(f"{adapter} does not fit the model: {error}") from error
     file = safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt")
     stand_ins = {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()}  # noqa: SIM118
     keys, loaded, load = {id(tensor): key for key, tensor in stand_ins.items()}, {}, model.load_state_dict
@@ -250,11 +265,10 @@ class Shards:
         self.folder, self.files, self.waiting, self.bytes, self.total = folder, [], {}, 0, 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.bytes and self.bytes + size > SHARD:
-            self.write()
         self.waiting |= {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        self.bytes += size
+        self.bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self.bytes >= SHARD:
+            self.write()
 
     def write(self) -> None:
         file = self.folder / f"{len(self.files)}.safetensors"
@@ -265,7 +279,8 @@ class Shards:
 
     def finish(self, parameters: int) -> None:
         """Write what waits and the index, and give the files their names."""
-        self.write()
+        if self.waiting:
+            self.write()
         if len(self.files) == 1:
             self.files[0][0].rename(self.folder / "model.safetensors")
             return
@@ -311,18 +326,26 @@ def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> 
         raise Refused(f"the merged model takes {size / 1e9:.1f} GB, but {existing} has only {free / 1e9:.1f} GB left")
     layers, modules = layers_of(dense), dict(dense.named_modules())
     keys = keys_by_layer(empty, files, load_config, layers)
+    tied = dense.all_tied_weights_keys
     model, names, file = with_adapter(dense, adapter)
+    for weight in (*tied, *tied.values()):
+        if any(name.startswith(f"{PREFIX}{weight.rpartition('.')[0]}.lora_") for name in names):
+            raise Refused(
+                f"{adapter} has LoRA on {weight}, which is tied. peft's merge would change the weight that it is tied to"
+            )
+
+    rest_of = functools.partial(without, layers=layers)
 
     def merged(part_of: Callable[[Any], Any], keys: dict[str, str]) -> dict[str, Tensor]:
         read = part_of(empty)
         for name, weight in dense_weights(read, keys, load_config).items():
-            if weight.is_meta:
-                raise Refused(f"{path} lacks the weight {name} of {type(dense).__name__}")
             owner, _, own_name = name.rpartition(".")
             kind = "_buffers" if own_name in modules[owner]._buffers else "_parameters"
             getattr(modules[owner], kind)[own_name] = weight
         part = merged_part(model, part_of(dense), names, file, load_config.device_map[""])
         part._weight_conversions = read._weight_conversions
+        if part_of is rest_of:
+            part.save_pretrained(folder, state_dict={})  # the configs
         weights = saved_weights(part)
         for module in (*read.modules(), *part.modules()):  # frees them, because both models keep their modules
             module._parameters.clear()
@@ -331,12 +354,9 @@ def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> 
     logging.disable_progress_bar()  # transformers would show one for each layer
     try:
         folder.mkdir(parents=True)
-        rest = merged(functools.partial(without, layers=layers), keys[""])
-        dense.save_pretrained(folder, state_dict={})  # the configs
         tokenizer.save_pretrained(folder)
         shards = Shards(folder)
-        shards.add(rest)
-        del rest
+        shards.add(merged(rest_of, keys[""]))
         for layer in tqdm(layers, desc="Merging layers"):
             shards.add(merged(functools.partial(one_layer, layer=layer), keys[layer]))
         shards.finish(parameters)

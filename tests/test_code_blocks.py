@@ -77,16 +77,18 @@ ELSEWHERE = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "pip install . bitsandbytes peft transformers trl liger-kernel": "installs packages; of a wheel: integration/test_releases.py",
     "source .venv/bin/activate": "changes the shell alone",
-    "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
-        "takes 100 GB; of tiny models: integration/test_examples.py"
+        "downloads 61 GB; of tiny models: integration/test_merge_by_layer.py"
     ),
-    f"python examples/qlora_moe.py --model {MIXTURE} --attention-only --checkpointing --packed qwen3-30b-4bit --out {ADAPTER}": (
-        "needs a GPU of 24 GB; of a tiny model: integration/test_examples.py"
+    f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/qlora_moe.py --model {MIXTURE} --checkpointing "
+    f"--liger-loss --tokens 2048 --adamw-8bit --offload 6GiB --packed qwen3-30b-4bit --out {ADAPTER}": (
+        "needs a GPU; of a tiny model: integration/test_examples.py"
     ),
-    f"python examples/merge_adapter.py --model qwen3-30b-4bit --adapter {ADAPTER} --out merged --device cpu": (
-        "takes 100 GB; of a tiny model: integration/test_examples.py"
+    f"python examples/merge_adapter.py --model qwen3-30b-4bit --adapter {ADAPTER} --out merged": (
+        "needs the line above; of a tiny model: integration/test_examples.py"
     ),
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py": "train.py is the block above, which is run",
+    "pip install 'transformers>=5.17' 'peft>=0.19' 'bitsandbytes>=0.50' accelerate trl liger-kernel": "installs packages",
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
     "scripts/test": "is this run: see .ci/run",
 }

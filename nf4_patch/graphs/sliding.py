@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTHS = "get_seq_length", "get_mask_sizes"  # functions that read the number
+LENGTH = "cumulative_length_int"  # the attribute with the number
+READERS = "get_seq_length", "get_mask_sizes"  # functions that return the number, or what depends on it
 
 
 def length_of(static_layer: Any) -> int | None:
     """Return the number of tokens that a layer of a StaticCache counts on the host, or None if it counts none."""
-    length = vars(static_layer).get("cumulative_length_int")
+    length = vars(static_layer).get(LENGTH)
     return length if isinstance(length, int) else None
 
 
@@ -39,17 +40,19 @@ def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any
 @functools.cache
 def rolls_alike(kind: Any) -> bool:
     """Return whether ``roll`` does what the installed transformers does. It is tried on a CPU."""
-    theirs, ours = (kind(max_cache_len=3, sliding_window=3) for _ in range(2))
-    drawn = torch.arange(24.0).view(1, 2, 6, 2)
-    for token in range(6):
-        new = drawn[:, :, token : token + 1], -drawn[:, :, token : token + 1]
-        found = [*theirs.update(*new), *(roll(ours, *new) if window_is_full(ours) else ours.update(*new))]
-        if not (torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])):
-            return False
-        lengths = [(each.cumulative_length_int, int(each.cumulative_length)) for each in (theirs, ours)]
-        if lengths[0] != lengths[1] or found[2] is not ours.keys or found[3] is not ours.values:
-            return False
-    return True
+    try:
+        theirs, ours = (kind(max_cache_len=3, sliding_window=3) for _ in range(2))
+        for new in torch.arange(24.0).view(6, 1, 2, 1, 2):
+            expected = theirs.update(new, -new)
+            found = roll(ours, new, -new) if window_is_full(ours) else ours.update(new, -new)
+            same = all(map(torch.equal, found, expected)) and theirs.cumulative_length_int == ours.cumulative_length_int
+            if not (
+                same and torch.equal(theirs.cumulative_length, ours.cumulative_length) and expected[0] is theirs.keys
+            ):
+                return False
+    except (AttributeError, TypeError):  # it has other arguments or attributes
+        return False
+    return window_is_full(ours)
 
 
 @contextlib.contextmanager
@@ -70,11 +73,11 @@ def rolling(static_cache: Any) -> Iterator[list[str]]:
 
     try:
         for layer in sliding:
-            layer.get_seq_length, layer.get_mask_sizes = (noticing(layer, name) for name in LENGTHS)
+            layer.get_seq_length, layer.get_mask_sizes = (noticing(layer, name) for name in READERS)
             if window_is_full(layer) and rolls_alike(type(layer)):
                 layer.update = functools.partial(roll, layer)
         yield read
     finally:
         for layer in sliding:
-            for name in (*LENGTHS, "update"):
+            for name in (*READERS, "update"):
                 vars(layer).pop(name, None)

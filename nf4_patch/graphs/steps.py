@@ -39,7 +39,7 @@ from .recording import FOR_GOOD, is_hooked, is_sharded
 from .refusal import Refusal, Refused
 from .replay import stream_of
 from .shapes import decoder_layers, graphs
-from .sliding import length_of, rolling, window_is_full
+from .sliding import LENGTH, length_of, rolling, window_is_full
 from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
 
@@ -50,9 +50,8 @@ KINDS = {
     "LinearAttentionLayer",
     "LinearAttentionAndStaticFullAttentionLayer",
 }
-RECORDINGS = (
-    4  # at most so many recordings in one ``generate()``: the windows of sliding layers become full at some token
-)
+# ATTEMPTS: how often one ``generate()`` may observe or record a step. Windows of sliding layers become full at some tokens.
+ATTEMPTS = 8
 CACHE = "past_key_values"
 GENERATION, MODELS, STATIC_CACHES = (MODULES[name] for name in ("generation", "models", "static caches"))
 
@@ -106,65 +105,42 @@ class StepWork(Work):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
 
     def forward(self, recompute: bool = False) -> Tensor:
-        """Call the model, and return its logits. Afterwards, the StaticCache has its old state on the host."""
+        """Call the model, and return its logits. ``others``: the class of its result, and the names of the StaticCache in it."""
         task = self.task
-        with task.environment.entered(), host_state_restored(task.static_cache), inside():
+        with task.environment.entered(), lengths_restored(task.static_cache), inside():
             result = task.function(task.static_cache, self.x, self.buffers)
-        # ``others``: the class of the result, and the names under which it has the StaticCache
-        found = {name: value for name, value in result.items() if value is not None}
-        logits = found.pop("logits", None)
-        if not isinstance(logits, Tensor) or any(value is not task.static_cache for value in found.values()):
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "the model returns more than its logits and the static cache")
-        self.others: Any = (type(result), [*found])
-        return logits
+        self.others: Any = (type(result), [name for name, value in result.items() if value is task.static_cache])
+        return result.logits  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
     """Let decoder layers run as part of the model inside the ``with`` block, rather than as graphs of their own."""
-    graphs.stepping.on = True
     try:
+        graphs.stepping.on = True
         yield
     finally:
         graphs.stepping.on = False
 
 
 @contextlib.contextmanager
-def host_state_restored(static_cache: Any) -> Iterator[None]:
-    """Give the StaticCache its attributes back after the ``with`` block.
-
-    Raises:
-        Refusal: another attribute than the number of tokens of sliding layers changed.
-    """
-    before = [host_state(layer) for layer in static_cache.layers]
-    lengths = [length_of(layer) for layer in static_cache.layers]
+def lengths_restored(static_cache: Any) -> Iterator[None]:
+    """Give sliding layers their number of tokens back after the ``with`` block."""
+    lengths = [(layer, length_of(layer)) for layer in static_cache.layers]
     try:
         with rolling(static_cache):
             yield
-        for layer, length in zip(static_cache.layers, lengths, strict=True):
-            if length is not None and length_of(layer) == length + 1:
-                layer.cumulative_length_int = length
-        if not all(map(is_same, map(host_state, static_cache.layers), before)):
-            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute of the static cache")
     finally:
-        for layer, (attributes, dictionaries) in zip(static_cache.layers, before, strict=True):
-            vars(layer).update(attributes)
-            for name, values in dictionaries.items():
-                getattr(layer, name).update(values)
+        for layer, length in lengths:
+            if length is not None:
+                layer.cumulative_length_int = length
 
 
-def host_state(static_layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a copy of the attributes of a layer of a StaticCache, and of the dicts among them."""
-    attributes = {**vars(static_layer)}
-    return attributes, {name: {**value} for name, value in attributes.items() if type(value) is dict}
-
-
-def is_same(now: Any, before: Any) -> bool:
-    spaces = zip((now[0], *now[1].values()), (before[0], *before[1].values()), strict=True)
-    return all(
-        a.keys() == b.keys() and all(v is b[n] or (type(v) is int and v == b[n]) for n, v in a.items())
-        for a, b in spaces
-    )
+def host_state(static_cache: Any) -> list[Any]:
+    """Return what the layers of a StaticCache keep on the host, apart from numbers of tokens, and which tensors they hold."""
+    spaces = [{n: v for n, v in vars(layer).items() if n != LENGTH} for layer in static_cache.layers]
+    spaces += [{**value} for space in spaces for value in space.values() if type(value) is dict]
+    return [(name, id(v) if isinstance(v, (Tensor, dict)) else v) for space in spaces for name, v in space.items()]
 
 
 class GraphedStep(GraphedLayer):
@@ -191,7 +167,7 @@ class Step:
         self.observed: Any = None  # the key of the step that was observed, and the model's fingerprint then
         self.static: list[Tensor] = []  # the tensors of the StaticCache
         self.room = 0  # tokens that the StaticCache can still take
-        self.left, self.runs = RECORDINGS, 0
+        self.left, self.runs = ATTEMPTS, 0
         self.refused = False
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -249,20 +225,18 @@ class Step:
         key = (*layouts, environment, options, full, *([self.key[5]] if same else [tuple(map(layout_of, static))]))
         if not same:
             self.static, self.room = static, room_in(static_cache)
-        if self.graph is None or not same or key != self.key:
+        if cache.auto is not None:
+            cache.auto.observe(x)  # before the check, because this call may free cached weights that the graph reads
+        graph = self.graph
+        if graph is None or not (same and key == self.key and graph.is_in_place() and graph.probe.holds()):
             self.key, self.graph = key, None
             found = self.find(inputs, x, tensors, environment, static_cache)
             if found is not None:
                 return found
-        graph = self.graph
+            graph = self.graph
         assert graph is not None
         if stream_of(graph.recorder.device) != graph.recorder.replay_stream:
             return Reason.GRAPH_STREAM
-        if cache.auto is not None:
-            cache.auto.observe(x)  # before the check, because this call may free cached weights that the graph reads
-        if not (graph.is_in_place() and graph.probe.holds()):
-            self.graph = None
-            return Reason.GRAPH_CHANGED
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
@@ -270,11 +244,11 @@ class Step:
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)
         fingerprint: Any = None
-        if isinstance(known, GraphedStep) and known.fingerprint.holds() and known.alive:
-            if known.addresses == [tensor.data_ptr() for tensor in self.static]:
+        if isinstance(known, GraphedStep) and known.fingerprint.holds() and known.fingerprint.is_in_place():
+            if known.is_in_place() and known.addresses == [tensor.data_ptr() for tensor in self.static]:
                 self.graph = known
                 return None
-            fingerprint = known.fingerprint  # the StaticCache lies elsewhere. All else was found to be recordable
+            fingerprint = known.fingerprint  # the StaticCache or cached weights lie elsewhere
         elif self.observed is not None and self.observed[0] == key and self.observed[1].holds():
             fingerprint = self.observed[1]
         self.left -= 1
@@ -337,17 +311,23 @@ class Step:
 
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
         """Run the step eagerly where it would be recorded. Find what a replay could not repeat."""
-        host, generator = HostGenerators(), recorder.generator
-        with recorder.lock, recorder.recording(False), rolling(inputs[CACHE]) as read, inside():
+        static_cache, host, generator = inputs[CACHE], HostGenerators(), recorder.generator
+        before = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
+        with recorder.lock, recorder.recording(False), rolling(static_cache) as read, inside():
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 result = self.model(**inputs)
             after = generator.get_state()
         if not torch.equal(after, generator.get_state()):  # the step drew random numbers, which have to stay drawn
             generator.set_state(after)
         self.runs += 1
-        refused = None
-        if state.changed():
-            refused = Refused(Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model")
+        refused, others = None, [v for n, v in result.items() if not (n == "logits" or v is None or v is static_cache)]
+        after = host_state(static_cache), [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
+        if others or not isinstance(result.get("logits"), Tensor):
+            refused = Refused(Reason.GRAPH_ARGUMENTS, "the model returns more than its logits and the static cache")
+        elif state.changed() or before != after:
+            refused = Refused(
+                Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model, or of the static cache"
+            )
         elif read:
             refused = Refused(Reason.GRAPH_STATE, "the model reads the length of a sliding window on the host")
         elif synchronized:
@@ -357,7 +337,7 @@ class Step:
         if refused is None:
             self.observed = self.recorded_under, fingerprint
         # Some code waits for the GPU only at its first use, and another thread may draw random numbers.
-        elif refused.reason is Reason.GRAPH_STATE or self.runs == RUNS:
+        elif refused.reason in (Reason.GRAPH_STATE, Reason.GRAPH_ARGUMENTS) or self.runs == RUNS:
             self.refuse(Refused(self.noted(refused), refused.detail))
         else:
             self.left += 1

@@ -15,7 +15,7 @@ class Advice(NamedTuple):
 SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
 FAST, EXPERTS = 'enable("fast")', 'enable("fast", experts="4bit"'
 FULL = f'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, optim="adamw_8bit", {SETTINGS}'
-DENSE = Advice("dense", "dense, TRL or peft", "A100 or newer", FAST, SETTINGS)
+DENSE = Advice("dense", "dense, TRL or peft", "A100, RTX 30 or newer", FAST, SETTINGS)
 OLD = Advice("old", "dense", "T4, RTX 20", FAST, "bnb_4bit_compute_dtype=torch.float16, fp16=True, bf16=False")
 # largest need first; on a GPU with ample memory, the options of "fast" share what training leaves free
 MIXTURES = [
@@ -27,10 +27,10 @@ MIXTURES = [
 ]  # fmt: skip
 TABLE = [
     DENSE,
-    Advice("unsloth", "dense, Unsloth 2026.10 or newer", "A100 or newer", FAST, "padding_free=False, pad_to_multiple_of=64"),
+    Advice("unsloth", "dense, Unsloth 2026.10 or newer", "A100, RTX 30 or newer", FAST, "padding_free=False, pad_to_multiple_of=64"),
     *MIXTURES,
     OLD,
-    Advice("generation", "`generate()` with LoRA", "A100 or newer", FAST, 'cache_implementation="static"'),
+    Advice("generation", "`generate()` with LoRA", "A100, RTX 30 or newer", FAST, 'cache_implementation="static"'),
     Advice("bits", "any, with the same bits", "T4 or newer", "enable()"),
     Advice("none", "not in 4 bits of bitsandbytes", "any", "nothing"),
     Advice("none", "any", "AMD, Intel, Apple, older than a T4", "nothing"),

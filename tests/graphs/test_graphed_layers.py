@@ -1259,6 +1259,31 @@ def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
     assert found["replays"] == (LAYERS - 1) * (STEPS - EAGER) and "GRAPH_STATE" in found["reasons"]
 
 
+@pytest.mark.parametrize("activations", ["off", "64GiB"])
+@pytest.mark.parametrize(("kind", "reentrant"), [("lists", False), ("lists", True), ("keeps", False)])
+def test_memory_that_stays_after_a_forward_or_backward(kind, reentrant, activations, monkeypatch):
+    """A function that keeps a tensor on ctx without saving it, and one that appends to a list in its backward."""
+    if kind == "keeps" and activations != "off":
+        pytest.skip("kept layers keep it too")
+    monkeypatch.setattr(REMOTE, "GRADIENTS", [])
+
+    def make():
+        model = model_of(reentrant)
+        layers_of(model)[1].mlp = REMOTE.Altered(layers_of(model)[1].mlp, kind)
+        return model
+
+    def step_of(model, optimizer, step):
+        REMOTE.GRADIENTS.clear()
+        losses = backward(loss_of(model, step))
+        assert step == 2 or len(REMOTE.GRADIENTS) == (kind == "lists")  # layers are recorded in the third step
+        return losses
+
+    if not GPU:
+        monkeypatch.setattr(recording_module, "Recorder", recorders.Counting)
+    found = compared(make, step_of, activations=activations)
+    assert found["replays"] == 2 * (STEPS - 2) and "GRAPH_STATE" in found["reasons"]
+
+
 def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
     def refuse(recorder, task):
         raise recorder_module.Refusal(Reason.GRAPH_FAILED, "no")

@@ -300,6 +300,16 @@ def test_it_needs_packed_experts(folder, gpu, patched):
         loaded(folder, quantization_config=in_4bit())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="loads on the CPU")
+def test_on_a_cpu_it_says_that_it_is_ignored(folder, on, caplog):
+    """Nothing else plays CUDA here, so the experts are on a real CPU."""
+    nf4_patch.enable(experts="4bit", offload="all")
+    model = loaded(folder, quantization_config=in_4bit())
+    lines = [record.getMessage() for record in caplog.records if "offload" in record.getMessage()]
+    assert len(lines) == 1 and "offload is ignored for experts on the device cpu" in lines[0]
+    assert not planning.blocks_of(model)
+
+
 def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_alone(folder, gpu, patched, monkeypatch):
     patched.disable()
     monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda model, *_: None)

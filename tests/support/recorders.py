@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -35,10 +36,12 @@ def nothing_ran(work: Any) -> Iterator[None]:
     static_cache = getattr(getattr(owner, "task", None), "static_cache", None)
     tensors = [t for layer in static_cache.layers for t in tensors_of(layer)] if static_cache is not None else []
     contents = [tensor.clone() for tensor in tensors]
-    with getattr(owner, "undone", contextlib.nullcontext)():
-        yield
-    for tensor, content in zip(tensors, contents, strict=True):
-        tensor.copy_(content)
+    try:
+        with getattr(owner, "undone", contextlib.nullcontext)():
+            yield
+    finally:
+        for tensor, content in zip(tensors, contents, strict=True):
+            tensor.copy_(content)
 
 
 class Repetition:
@@ -113,9 +116,45 @@ class Rerun(Recorder):
     def allocated(self) -> int:
         return 0
 
-    def kept(self, before: int, result: Tensor) -> int:
-        """As if a forward kept nothing but its result."""
+    def kept(self, before: int, *results: Tensor) -> int:
+        """As if nothing but the results stayed allocated."""
         return 0
+
+
+class Allocations(TorchDispatchMode):
+    """The storages that operations made. ``nbytes`` counts those that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        given = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def nbytes(self) -> int:
+        return sum(size for storage, size in self.sizes.values() if not storage.expired())
+
+
+class Counting(Rerun):
+    """Counts the memory that stays allocated after what it records."""
+
+    allocations: Allocations | None = None
+
+    def record(self, work: Any, *others: Any, **options: Any) -> tuple[Any, Any]:
+        self.allocations = self.allocations or Allocations()
+        with self.allocations:
+            return super().record(work, *others, **options)
+
+    def allocated(self) -> int:
+        return 0 if self.allocations is None else self.allocations.nbytes()
+
+    kept = Recorder.kept
 
 
 class Log(TorchDispatchMode):

@@ -370,6 +370,7 @@ def finish(original, self, model, **kwargs) -> Any:
     """
     from ..bitsandbytes.packed import end_caching
 
+    library: Any = importlib.import_module(PARAMETRIZE)
     left, dense = [], {}
     for path, module in list(model.named_modules()):
         for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
@@ -381,9 +382,7 @@ def finish(original, self, model, **kwargs) -> Any:
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
-                importlib.import_module(PARAMETRIZE).replace_parameter_4bit_prequantized(
-                    module, name, state.as_dict(packed=True), parameter.device
-                )
+                library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
                 parameter.quant_state = module.parametrizations[name][0].quant_state
         end_caching(module)
         kind = parametrize.type_before_parametrizations(module).__name__
