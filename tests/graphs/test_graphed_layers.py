@@ -1301,20 +1301,16 @@ def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
         assert layer() is None
 
 
-def test_an_error_in_a_capture_is_raised_once(monkeypatch):
+def test_an_error_in_a_capture_stops_no_training(monkeypatch):
+    failed = []
+
     def fail(recorder, task):
+        failed.append(task.layer)
         raise LookupError("a bug")
 
     monkeypatch.setattr(recording_module, "GraphedLayer", fail)
-    model = model_of()
-    with nf4_patch.enabled(graphs="auto"):
-        for step in range(EAGER):
-            loss_of(model, step)
-        for _ in range(LAYERS):
-            with pytest.raises(LookupError, match="a bug"):
-                loss_of(model, 0)
-        loss_of(model, 0)
-        assert counters.fallbacks[TARGET, Reason.INTERNAL_ERROR] >= LAYERS
+    found = compared(model_of)
+    assert len(failed) == LAYERS and not found["replays"] and "INTERNAL_ERROR" in found["reasons"]
 
 
 def test_refusals_outlive_the_graphs(monkeypatch):
@@ -1881,7 +1877,7 @@ def test_changes_between_tokens(change):
         assert all(map(torch.equal, again, decoded(model, caches)))
 
 
-def test_sliding_windows_generate_eagerly():
+def test_sliding_windows():
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -1896,7 +1892,7 @@ def test_sliding_windows_generate_eagerly():
     before = graphs.replays
     with nf4_patch.enabled(graphs="auto"):
         found = generated(model, **options)
-    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and graphs.replays == before
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and graphs.replays > before
 
 
 def test_reasons():
