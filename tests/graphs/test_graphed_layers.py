@@ -501,7 +501,12 @@ STEPS_OF = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dropout", "step_of"), crossed((0.0, 0.1), STEPS_OF))
+QUICK_STEPS = (
+    forwards_before_a_backward, accumulated, retained, saved_on_the_host, of_varying_masks, evaluated_between
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("dropout", "step_of"), crossed((0.0, 0.1), STEPS_OF, only=QUICK_STEPS))
 def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, 9 if GPU else 5)["replays"]
 
@@ -880,9 +885,7 @@ def test_a_fingerprint_notices(change):
 
 
 # Changes after which a training goes on in another way, in each run. The full run trains with all of them.
-TRAINED = {*NOT_REFUSED, *AROUND} | {
-    "scaling", "frozen", "merged", "second adapter", "attention of PyTorch", "number on the host",
-}  # fmt: skip
+TRAINED = {*NOT_REFUSED, *AROUND, "frozen", "hooked", "merged"}
 WAYS = [
     pytest.param(*each.values, marks=each.marks if each.values[1] in TRAINED else pytest.mark.full)
     for each in crossed(("plain", "cached"), [*CHANGES, *AROUND])
@@ -1299,6 +1302,18 @@ def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
         del model
         gc.collect()
         assert layer() is None
+
+
+def test_an_error_in_a_capture_stops_no_training(monkeypatch):
+    failed = []
+
+    def fail(recorder, task):
+        failed.append(task.layer)
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(recording_module, "GraphedLayer", fail)
+    found = compared(model_of)
+    assert len(failed) == LAYERS and not found["replays"] and "INTERNAL_ERROR" in found["reasons"]
 
 
 def test_refusals_outlive_the_graphs(monkeypatch):
@@ -1865,7 +1880,7 @@ def test_changes_between_tokens(change):
         assert all(map(torch.equal, again, decoded(model, caches)))
 
 
-def test_sliding_windows_generate_eagerly():
+def test_sliding_windows():
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -1880,7 +1895,7 @@ def test_sliding_windows_generate_eagerly():
     before = graphs.replays
     with nf4_patch.enabled(graphs="auto"):
         found = generated(model, **options)
-    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and graphs.replays == before
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and graphs.replays > before
 
 
 def test_reasons():

@@ -95,16 +95,19 @@ def test_architectures(name, mode):
 def test_generation_with_a_static_cache(name):
     config = config_of(name)
     model = graphed.model_of(config=config, targets=TARGETS, inputs=False).eval()
+    # with the prompt, more tokens than a sliding window has
     options = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
     with nf4_patch.enabled():
-        eager = graphed.generated(model, **options)
+        eager = graphed.generated(model, 12, **options)
     before = graphs.replays
     with nf4_patch.enabled(graphs="auto"):
-        found = graphed.generated(model, **options)
+        found = graphed.generated(model, 12, **options)
     assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1])
-    # layers run eagerly if the static cache has layers of other kinds
-    replays = not ARCHITECTURES[name].keys() & {"sliding_window", "layer_types"}
-    assert graphs.replays - before == replays * LAYERS * (graphed.TOKENS - 1 - graphed.EAGER)
+    replays, every = graphs.replays - before, LAYERS * (11 - graphed.EAGER)
+    if ARCHITECTURES[name].keys() & {"sliding_window", "layer_types"}:  # a window that becomes full needs another graph
+        assert replays < every
+    else:
+        assert replays == every
 
 
 def of_peft(**options: Any) -> Any:

@@ -37,7 +37,9 @@ SIZES = {
     "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
 NON_REENTRANT, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
-BOTH = pytest.mark.parametrize("kwargs", [NON_REENTRANT, REENTRANT], ids=["non-reentrant", "reentrant"])
+BOTH = pytest.mark.parametrize(
+    "kwargs", [REENTRANT, pytest.param(NON_REENTRANT, marks=pytest.mark.full)], ids=["reentrant", "non-reentrant"]
+)
 DROPOUT = 0.1
 
 
@@ -606,6 +608,7 @@ def test_lengths_that_rise_late_never_take_more_than_the_limit(gpu):
     assert peak > needed + MIB
 
 
+@pytest.mark.full
 def test_a_long_batch_after_a_hundred_short_ones(gpu):
     nf4_patch.enable(activations="auto")
     model = model_of()

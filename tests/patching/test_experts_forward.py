@@ -104,7 +104,6 @@ def ratios_of(found, want, exact):
     return {key: error(found[key], exact[key]) / error(want[key], exact[key]) for key in exact if key != "loss"}
 
 
-@pytest.mark.full
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
     """Compare the error of every gradient against fp64, averaged over steps, because errors of single steps vary by half."""
     ratios = []

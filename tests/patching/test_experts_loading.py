@@ -280,7 +280,7 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [pytest.param({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096", marks=pytest.mark.full),
+    [({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096"),
      ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "the stack has .* the packed experts have"),
      ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "such as .*_projs.*, for which")],
     ids=["blocks", "some in 16 bits", "unknown names"],

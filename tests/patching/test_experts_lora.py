@@ -558,7 +558,6 @@ def test_an_error_of_ours_is_no_silence(monkeypatch):
     counters.reset()
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_layers_run_them_eagerly():
     model = with_lora(model_of("qwen3", lora=False))
