@@ -34,8 +34,8 @@ from tiny_experts import (
 )
 
 import nf4_patch
+from nf4_patch.libraries.transformers import EXPERTS_INTERFACE
 from nf4_patch.moe import forward, launch
-from nf4_patch.moe.option import EXPERTS_INTERFACE
 from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
