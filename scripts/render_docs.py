@@ -350,6 +350,8 @@ STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_m
 DENSE_SIDES = ["peft", "patch", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading",
                "unsloth, offloading, graphs", "unsloth, block graphs", "unsloth, best"]  # fmt: skip
 MIXTURE_SIDES = ["16-bit experts", *DENSE_SIDES[1:]]
+ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
+GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
 GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
