@@ -21,7 +21,8 @@ COMPILED = "compiled layers"
 LIBRARIES = {UNSLOTH: "unsloth", LIGER: "liger_kernel"}  # that a kind of model needs
 
 
-def unsloth_model(config: Any, checkpointing: Any = True) -> Any:
+def unsloth_model(config: Any, checkpointing: Any = True, skips: Any = 0) -> Any:
+    """Build Unsloth's model. ``checkpointing`` and ``skips`` are the arguments of get_peft_model that its users can set."""
     from unsloth import FastLanguageModel  # before transformers, as Unsloth requires
 
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +35,7 @@ def unsloth_model(config: Any, checkpointing: Any = True) -> Any:
     experts = [name.rpartition(".")[2] for name in EXPERTS] if hasattr(config, "num_experts") else []
     return FastLanguageModel.get_peft_model(
         model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", use_gradient_checkpointing=checkpointing, random_state=0,
-        target_modules=[*LINEARS[:4], *experts] if experts else list(LINEARS),
+        target_modules=[*LINEARS[:4], *experts] if experts else list(LINEARS), checkpoint_skip_layers=skips,
     )  # fmt: skip
 
 

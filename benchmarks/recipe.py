@@ -10,10 +10,12 @@ import click
 from benchmarks import run_alone
 from benchmarks.kinds import DENSE, LIGER, STOCK, UNSLOTH
 from benchmarks.models import MODELS, config_of, qwen3
-from benchmarks.sides import CACHE, FUSED, GRAPHS, PACKED, PAGED_ADAMW, Comparison, Side, Steps, measure
+from benchmarks.sides import ACTIVATIONS, CACHE, FUSED, GRAPHS, PACKED, PAGED_ADAMW, Comparison, Side, Steps, measure
 from benchmarks.training import LENGTHS, llama
 from nf4_patch.tools.report import Progress, require_gpu, require_patch
 
+BLOCK_GRAPHS = (("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),)
+BEST = f"{UNSLOTH}, best"  # every layer keeps its activations, and runs as Unsloth's own CUDA graphs
 # Unsloth with its own checkpoint, which is its default. It moves the inputs of layers to host memory.
 OFFLOADING = {
     f"{UNSLOTH}, offloading": Side(UNSLOTH, None, checkpointing="unsloth"),
@@ -23,22 +25,26 @@ OFFLOADING = {
 
 def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
     """Return ``first``, a side for each further switch, and Unsloth's sides. ``common`` are options of all sides with the patch."""
-    best = common | FUSED | GRAPHS
+    graphs = common | FUSED | GRAPHS
+    best = graphs | ACTIVATIONS
     return first | {
         "patch": Side(STOCK, common),
         "liger": Side(LIGER, common),
         "fused": Side(LIGER, common | FUSED),
-        "graphs": Side(LIGER, best),
+        "graphs": Side(LIGER, graphs),
+        "activations": Side(LIGER, best),
         "cache": Side(LIGER, best | CACHE),
         "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
+        "activations, no graphs": Side(LIGER, common | FUSED | ACTIVATIONS),
         UNSLOTH: Side(UNSLOTH, None),
+        BEST: Side(UNSLOTH, None, environment=BLOCK_GRAPHS, skips="max"),
     }
 
 
 def dense(layers: int) -> Comparison:
     sides = sides_of({"peft": Side(STOCK, None)})
     sides[f"{UNSLOTH}, graphs"] = Side(UNSLOTH, GRAPHS)
-    sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=(("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),))
+    sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=BLOCK_GRAPHS)
     sides |= OFFLOADING
     if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
         sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
@@ -48,9 +54,9 @@ def dense(layers: int) -> Comparison:
 def small() -> Comparison:
     """Return the comparison for a small model with its whole vocabulary, and so with a head that takes much of a step."""
     every, shape = dense(4).sides, MODELS["llama-1b"]
-    sides = {name: every[name] for name in ("peft", "fused", "graphs")}
+    sides = {name: every[name] for name in ("peft", "fused", "graphs", "activations")}
     sides["graphs, no liger"] = Side(STOCK, FUSED | GRAPHS)
-    sides |= {name: every[name] for name in (UNSLOTH, f"{UNSLOTH}, graphs", f"{UNSLOTH}, block graphs")}
+    sides |= {name: every[name] for name in (UNSLOTH, BEST, f"{UNSLOTH}, graphs", f"{UNSLOTH}, block graphs")}
     return Comparison("Llama-3.2-1B", shape.num_hidden_layers, sides, LENGTHS, partial(config_of, shape))
 
 

@@ -44,6 +44,8 @@ ROUNDING = 2**-7  # relative rounding of losses in bf16
 LAYERS = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"  # what graphs="auto" replaces
 FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 CACHE, FUSED, PACKED, GRAPHS = {"cache": BUDGET}, {"lora": "fused"}, {"experts": "4bit"}, {"graphs": "auto"}
+# A size, because the memory that "auto" finds free changes with the other sides, whose processes share the GPU.
+ACTIVATIONS = {"activations": "16GiB"}
 
 
 class Side(NamedTuple):
@@ -52,6 +54,7 @@ class Side(NamedTuple):
     optimizer: str = FUSED_ADAMW  # transformers' default, see training.optimizer_of
     environment: tuple[tuple[str, str], ...] = ()
     checkpointing: bool | str = True  # use_gradient_checkpointing of Unsloth's get_peft_model
+    skips: int | str = 0  # checkpoint_skip_layers of Unsloth's get_peft_model
 
 
 class Comparison(NamedTuple):
@@ -73,7 +76,10 @@ class Running:
         if side.kind == UNSLOTH:
             importlib.import_module("unsloth")
         self.side, config = side, configuration()
-        self.model = unsloth_model(config, side.checkpointing) if side.kind == UNSLOTH else model_of(side.kind, config)
+        if side.kind == UNSLOTH:
+            self.model = unsloth_model(config, side.checkpointing, side.skips)
+        else:
+            self.model = model_of(side.kind, config)
         self.optimizer, self.steps = self.new_optimizer(), dict[Size, Step]()
         if side.options is not None:
             nf4_patch.enable(**side.options)  # type: ignore[arg-type]
@@ -129,11 +135,13 @@ class Running:
             walls.append((time.perf_counter() - begin) / 3 * 1e3)
         found = kernels(step) if torch.cuda.is_available() else []
         status = nf4_patch.status()
-        is_eager = "graphs" in (self.side.options or {}) and status.graphs.replays == before.graphs.replays
+        options = self.side.options or {}
+        is_eager = "graphs" in options and status.graphs.replays == before.graphs.replays
         eager = {reason for target in status.targets if target.name == LAYERS for reason in target.fallbacks}
         return {
             "walls": walls, "gpu": sum(ms for _, ms in found), "launches": len(found), "calls": calls,
             "loss": loss.item(), "eager": ", ".join(sorted(eager)) if is_eager else "",
+            "recomputes": dict(status.activations.why) if "activations" in options else {},
         }  # fmt: skip
 
 
@@ -250,6 +258,8 @@ def measure(comparison: Comparison, rounds: int = ROUNDS, seconds: float = math.
         failures += differ(sides, {name: result["loss"] for name, result in last.items()}, size)
         eager = {name: result["eager"] for name, result in last.items() if result["eager"]}
         failures += [f"{name}, {size[0]}x{size[1]}: no layer ran as a CUDA graph: {why}" for name, why in eager.items()]
+        recompute = {name: result["recomputes"] for name, result in last.items() if result["recomputes"]}
+        failures += [f"{name}, {size[0]}x{size[1]}: layers recompute: {why}" for name, why in recompute.items()]
         rows += [row_of(comparison, name, size, results[name, size], *memory[name][index]) for name in sides]
     return Steps(machine() if torch.cuda.is_available() else None, rows, losses, failures)
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import libraries as libraries
 from . import options as options
 from .version import __version__ as __version__
 

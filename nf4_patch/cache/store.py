@@ -58,7 +58,6 @@ class Cache(dequantizer.Reader):
         self.death = object()  # a new object whenever a tensor or storage of a cached weight was freed
         self.settled_death = self.death  # the value of ``death`` when ``settle`` last removed entries
         self.storages: dict[int, StorageRecord] = {}  # records by the ``_cdata`` of the storage
-        self.generation = 0  # counts the changes that may have made room for more weights
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
@@ -90,17 +89,15 @@ class Cache(dequantizer.Reader):
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights, and subtract unused dense copies from ``taken``. The next call completes an interrupted one."""
+        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them."""
         with self.lock:
             if (death := self.death) is not self.settled_death:
                 self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
                 self.settled_death = death
             for entry in self.dropped:
-                entry.empty()  # an interrupt may have stopped ``_drop`` before it did this
                 if entry.dense_memory.expired():
-                    # Both assignments are in one statement, so that an interrupt cannot come between them.
-                    self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
-                    self.generation += 1
+                    self.taken[entry.device] -= entry.size
+                    entry.size = 0
             self.dropped = [entry for entry in self.dropped if entry.size]
 
     # --- the budget ---
@@ -117,14 +114,12 @@ class Cache(dequantizer.Reader):
                 self.auto = spare if mode == "auto" else None
                 if self.auto is not None:
                     spare.join(self.user)
-                self.generation += 1
                 self.on, self.mode = mode != "off", mode
 
     def set_budget(self, budget: int) -> None:
         """Set the budget in bytes per device. 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
-            self.generation += 1
             if not budget:
                 self.release()
 
@@ -268,7 +263,8 @@ class Cache(dequantizer.Reader):
         # PyTorch 2.8 frees the Python object at every garbage collection, and PyTorch 2.13 before the storage expires.
         # So the callback drops nothing, and only makes ``settle`` check the storage.
         entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
-        self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
+        self.weights[entry.location] = entry
+        self.taken[entry.device] += entry.size
 
     # --- dropping ---
 
@@ -276,7 +272,6 @@ class Cache(dequantizer.Reader):
         """Remove an entry. ``taken`` counts its dense copy until nothing uses the copy."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
-        # After an interrupt below this line, the entry may be appended again. ``settle`` subtracts its size only once.
         self.dropped.append(entry)
         del self.weights[entry.location]
         entry.empty()

@@ -204,9 +204,10 @@ class Recorder:
         """Return how many bytes tensors take on the GPU, as they were requested."""
         return memory(self.device, "requested_bytes")
 
-    def kept(self, before: int, result: Tensor) -> int:
-        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the result's."""
-        return self.allocated() - before - result.untyped_storage().nbytes()
+    def kept(self, before: int, *results: Tensor) -> int:
+        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the results'."""
+        storages = {s.data_ptr(): s.nbytes() for s in (result.untyped_storage() for result in results)}
+        return self.allocated() - before - sum(storages.values())
 
     @contextlib.contextmanager
     def leaving_enough(self, part: int = 0) -> Iterator[None]:

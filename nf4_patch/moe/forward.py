@@ -8,6 +8,7 @@ scatter. On a CPU, and for generation, PyTorch operators run. Without LoRA, thes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from ..patching.context import is_batched, is_compiling, saved_tensors_hooks, transforms_active
 from ..patching.module_hooks import is_called_otherwise, is_written_in
+from ..patching.targets import MODULES
 from . import launch, reference
-from .product import ExpertWeight, Lora, grouped, summed
+from .product import EXPERTS, ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
+ACTIVATIONS = MODULES["activation functions"], "torch.nn.modules.activation"
 GATES = ("SiLUActivation", "SiLU")
 # DEFAULTS: attributes that transformers' decorator sets on an experts module, with the value to use if one is missing.
 # Liger's class of experts has none of these attributes.
@@ -296,16 +299,16 @@ def normed(module: Any, rows: Tensor) -> Tensor:
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the gate is silu(gate) * up with gate in the first half of the columns, as the kernels compute it."""
-    from transformers import activations
-    from transformers.integrations import moe
+    """Return whether the module's gate is silu(gate) * up, which the kernels of ``Gated`` compute.
 
+    The first half of the columns has to be gate, and the second half has to be up.
+    """
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
-    gate = getattr(module._apply_gate, "__func__", None)
-    own = gate is moe._default_apply_gate and is_written_in(moe, gate)
+    gate, library = getattr(module._apply_gate, "__func__", None), sys.modules[EXPERTS]
+    own = gate is library._default_apply_gate and is_written_in(library, gate)
     if not (own and trait(module, "has_gate") and trait(module, "is_concatenated")):
         return False
     act = module.act_fn
     own = type(act).__name__ in GATES and not is_called_otherwise(act)
-    return own and any(is_written_in(each, type(act).forward) for each in (activations, torch.nn.modules.activation))
+    return own and any(is_written_in(sys.modules[name], type(act).forward) for name in ACTIVATIONS)

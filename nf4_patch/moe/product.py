@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
+from ..patching.targets import MODULES
 from .read import PackedExperts
 
+EXPERTS = MODULES["experts"]  # the library's Python module with its products
 # Lora is a pair (left, right). LoRA adds the product left @ right to a stack.
 # For a stack [experts, in, out], left is [experts, in, rank] and right is [experts, rank, out].
 # For a stack [experts, out, in], left is [experts, out, rank] and right is [experts, rank, in].
@@ -59,7 +62,7 @@ class SavedExperts:
                 if part[name].data_ptr() != kept.data_ptr():
                     part[name] = kept
         if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():
-            stack = PackedExperts(packed, stack.state, stack.dequantizer)
+            stack = PackedExperts(packed, stack.state, stack.dequantizer, decode=stack.decode)
         return stack.dense()
 
 
@@ -89,9 +92,7 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         ends: int32 [experts], the index after each expert's last row.
     """
-    from transformers.integrations.moe import _grouped_mm
-
-    result: Tensor = _grouped_mm(x, weight, offs=ends)
+    result: Tensor = sys.modules[EXPERTS]._grouped_mm(x, weight, offs=ends)
     return result
 
 
@@ -163,10 +164,8 @@ class ExpertWeight(NamedTuple):
         Args:
             experts: int64 [rows], the expert of each row.
         """
-        from transformers.integrations.moe import _batched_linear
-
         weight = self.stack[experts]
         if self.lora is not None:
             weight = weight + (self.lora[0][experts] @ self.lora[1][experts]).to(weight.dtype)
-        y: Tensor = _batched_linear(x, weight, is_transposed=self.is_transposed)
+        y: Tensor = sys.modules[EXPERTS]._batched_linear(x, weight, is_transposed=self.is_transposed)
         return summed(y, None if self.bias is None else self.bias[experts])

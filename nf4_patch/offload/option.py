@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 
 from ..patching.option import Option, size_in_words
-from ..patching.target import TESTED_LOADING, Target
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,5 @@ OFFLOAD = Option(
     "GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded afterwards and "
     "needs experts=4bit.",
     size=True, on="6GiB",
-    targets=(
-        Target(
-            "transformers.modeling_utils:caching_allocator_warmup", ">= 5.17", TESTED_LOADING,
-            (("model", "expanded_device_map", "hf_quantizer"),), ".moe.loading:warm_up",
-            "the memory that transformers reserves before it loads a model",
-            option="offload", patch_copies=True, uncounted="it loads and saves models",
-        ),
-    ),
     report=report, lines=lines,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..patching.counters import warn_once
 from ..patching.option import ConfigError, size_in_words
 from ..patching.switch import switch
 from . import host_memory
@@ -80,6 +81,10 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     for name, place, size in stacks:
         if (device := torch.device(place)).type == host_memory.cuda.kind:
             planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
+        else:
+            warn_once(
+                f"nf4_patch: offload is ignored for experts on the device {device}, because it moves experts to and from a GPU"
+            )
     chosen: dict[str, HostBlock] = {}
     plans[model], budget, wanted = chosen, switch.value("offload"), 0
     for device, sizes in planned.items():

@@ -1,4 +1,4 @@
-"""Prefetch of packed experts: while one layer computes, the experts of the next layer are copied to the GPU.
+"""Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
 The copies run on a separate CUDA stream, into two buffers per GPU in turn.
 """
@@ -148,17 +148,34 @@ class Prefetcher:
 prefetchers: dict[torch.device, Prefetcher] = {}
 
 
-def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
-    """Decode as ``dequantizer.of_state``: from the weight cache, a prefetch buffer, or host memory."""
+class OffloadedDequantizer(Dequantizer):
+    """A Dequantizer that decodes a weight in host memory from its copy in a prefetch buffer."""
+
+    def of_state(
+        self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
+    ) -> Tensor | Reason:
+        if gate.on and out is None and not into_buffer:
+            return prefetched(super().of_state, self.run, packed, state, only_read)
+        return super().of_state(packed, state, out, into_buffer, only_read)
+
+
+def prefetched(
+    of_state: Callable[..., Tensor | Reason], run: Callable[[PackedWeight], Any],
+    packed: Tensor, state: Any, only_read: bool,
+) -> Tensor | Reason:  # fmt: skip
+    """Decode a packed weight, as ``of_state`` does, but faster for a weight in host memory.
+
+    If the weight cache has its dense weight, return that. Otherwise decode the weight's copy in a prefetch buffer.
+    """
     block = None if watched() is not None else blocks.get(packed.data_ptr(), no_block)()
     weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
     fingerprint = None if type(weight) is Reason else fingerprint_of(weight)
     if block is None or fingerprint is None or host_memory.cuda.is_captured(packed.get_device()):
-        return dequantizer.of_state(packed, state, only_read=only_read)
+        return of_state(packed, state, only_read=only_read)
     prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
 
     def decode(weight: PackedWeight) -> Tensor | Reason:
-        result: Tensor | Reason = prefetcher.decode(weight, fingerprint, block, dequantizer.run)
+        result: Tensor | Reason = prefetcher.decode(weight, fingerprint, block, run)
         return result
 
     found = cache.read(weight, decode) if only_read and cache.on else None

@@ -16,14 +16,15 @@ import torch
 
 import nf4_patch
 
-from ..adapters import unsloth as unsloth_adapter
 from ..graphs.option import WAIT_FOR_PYTHON
+from ..libraries.bitsandbytes import cpu
+from ..libraries.unsloth import DEQUANTIZE
+from ..libraries.unsloth import adapters as unsloth_adapter
 from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
 from ..options import OPTIONS
-from ..patching import cpu
 from ..patching.config import VARIABLES, Config, options_set, unknown_variables
 from ..patching.option import size_in_words
 from ..patching.reasons import Reason
@@ -307,8 +308,8 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:
-    """Return which calls of a target still run Unsloth's own kernel, and what to do about it."""
-    if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
+    """Return sentences that say which calls of a target still run Unsloth's own kernel, and what to do about it."""
+    if target.replace != DEQUANTIZE or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter
     by_release = holds(release, own.OWN_KERNEL_RELEASES) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"

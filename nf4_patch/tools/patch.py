@@ -15,7 +15,6 @@ from ..patching import hooks, placement
 from ..patching.switch import switch
 
 logger = logging.getLogger("nf4_patch")
-UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import nf4_patch  # with NF4_PATCH=1, this import turns the patch on
 
+from ..libraries import unsloth
 from ..patching.config import Config, is_worker, rank
 from ..patching.option import FAST
 from ..snapshot import Status
@@ -113,9 +114,9 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 def of_own_kernels() -> list[str]:
     """Return advice if Unsloth's layers run Unsloth's own kernel instead of nf4_patch's."""
-    if "unsloth.kernels.utils" not in sys.modules:
+    if unsloth.MODULE not in sys.modules:
         return []
-    from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
+    from ..libraries.unsloth.adapters import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
 
     return [OWN_KERNEL_ADVICE] if uses_own_kernel() else []
 

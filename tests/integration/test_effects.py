@@ -194,7 +194,7 @@ def test_the_environment_turns_the_profile_on():
 
 
 def test_generation_in_training_mode_with_checkpointing(said):
-    """transformers drops the cache, so each new token sees only itself."""
+    """Older releases of transformers drop the cache, so each new token sees only itself."""
     model = build_4bit(config_of(SHAPE, torch.bfloat16), DEVICE)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
@@ -203,8 +203,9 @@ def test_generation_in_training_mode_with_checkpointing(said):
         assert not [line for line in said() if "wrong tokens" in line]
         wrong = model.train().generate(IDS[:, :9], **options)
         model.generate(IDS[:, :9], **options)
-    assert not torch.equal(right, wrong)
-    assert [line for line in said() if "wrong tokens" in line] == [graphs_module.WRONG_TOKENS]
+    is_wrong = not torch.equal(right, wrong)
+    assert is_wrong == ("__init_subclass__" not in vars(transformers.modeling_layers.GradientCheckpointingLayer))
+    assert [line for line in said() if "wrong tokens" in line] == [graphs_module.WRONG_TOKENS] * is_wrong
 
 
 def gemma(reentrant):

@@ -373,9 +373,9 @@ for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import nf4_patch", []),
-        (TRAINED, []),
-        ("import nf4_patch; nf4_patch.enable(); import bitsandbytes", ["INFO"]),
+        pytest.param("import nf4_patch", [], marks=pytest.mark.full),
+        pytest.param(TRAINED, [], marks=pytest.mark.full),
+        pytest.param("import nf4_patch; nf4_patch.enable(); import bitsandbytes", ["INFO"], marks=pytest.mark.full),
         (FELL_BACK, ["INFO", "WARNING"]),
     ],
     ids=["imported", "trained", "enabled", "fell back"],

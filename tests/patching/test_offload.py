@@ -32,10 +32,11 @@ from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loa
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe.read import PackedExperts, stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.offload import host_memory, planning, prefetch
+from nf4_patch.offload.prefetch import OffloadedDequantizer
 from nf4_patch.patching.config import ConfigError
-from nf4_patch.patching.dequantizer import Dequantizer
 
 LAYERS, STEPS = 4, 3
 
@@ -174,7 +175,7 @@ def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
 def test_two_parameters_of_the_same_memory(folder, gpu, patched):
     """A write through one parameter is seen by the other, although each has its own version counter."""
     module = experts_of(model_of(folder))[0]
-    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    stack = stacks_of(module, OffloadedDequantizer("test"))[STACKS[0]]
     state = stack.state.as_dict(packed=True)
     packed: Any = type(stack.packed).from_prequantized(stack.packed.data, state, device=torch.device("cpu"))
     other = dataclasses.replace(stack, packed=packed)
@@ -186,7 +187,7 @@ def test_two_parameters_of_the_same_memory(folder, gpu, patched):
 
 def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
     module = experts_of(model_of(folder, nested=False))[0]
-    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    stack = stacks_of(module, OffloadedDequantizer("test"))[STACKS[0]]
     state = copy.copy(stack.state)
     state.absmax, state.shape = state.absmax[: len(state.absmax) // 2], torch.Size((3, *state.shape[1:]))
     half = PackedExperts(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)
@@ -236,7 +237,9 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
+    ("layers", "short", "resident"),
+    [pytest.param(2, 0, [], marks=pytest.mark.full), pytest.param(3, 0, [3], marks=pytest.mark.full), (4, 1, [2])],
+    ids=["buffers", "one more", "a byte short"],
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
     """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""
@@ -295,6 +298,16 @@ def test_it_needs_packed_experts(folder, gpu, patched):
     patched.enable(experts="off", offload="all")
     with pytest.raises(ValueError, match="experts is off"):
         loaded(folder, quantization_config=in_4bit())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="loads on the CPU")
+def test_on_a_cpu_it_says_that_it_is_ignored(folder, on, caplog):
+    """Nothing else plays CUDA here, so the experts are on a real CPU."""
+    nf4_patch.enable(experts="4bit", offload="all")
+    model = loaded(folder, quantization_config=in_4bit())
+    lines = [record.getMessage() for record in caplog.records if "offload" in record.getMessage()]
+    assert len(lines) == 1 and "offload is ignored for experts on the device cpu" in lines[0]
+    assert not planning.blocks_of(model)
 
 
 def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_alone(folder, gpu, patched, monkeypatch):

@@ -9,9 +9,9 @@ import torch
 from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
 
 import nf4_patch
-from nf4_patch.moe.read import stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
 from nf4_patch.offload import host_memory
-from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.offload.prefetch import OffloadedDequantizer
 
 
 def model_of(folder: Any, where: str | int = "all", nested: bool = True, **options: Any) -> Any:
@@ -81,7 +81,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def dense(module: Any, name: str = STACKS[0], only_read: bool = False) -> torch.Tensor:
-    return stacks_of(module, Dequantizer("test"), only_read)[name].dense()
+    return stacks_of(module, OffloadedDequantizer("test"), only_read)[name].dense()
 
 
 def counts() -> Any:

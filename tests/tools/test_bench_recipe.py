@@ -9,16 +9,20 @@ from verbs import run_with_gpu
 
 from benchmarks import recipe
 
+pytestmark = pytest.mark.full
+
 
 def test_each_side_adds_one_switch():
     """Each side has all switches before it; the optimizer is the last."""
-    sides, names = recipe.dense(4).sides, ["patch", "liger", "fused", "graphs", "cache"]
+    sides, names = recipe.dense(4).sides, ["patch", "liger", "fused", "graphs", "activations", "cache"]
     options = [sides[name].options for name in names]
     assert all(before.items() <= after.items() for before, after in itertools.pairwise(options))
-    assert [*options[-1]] == ["lora", "graphs", "cache"] and sides["peft"].options is None
-    assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 4]
+    assert [*options[-1]] == ["lora", "graphs", "activations", "cache"] and sides["peft"].options is None
+    assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 5]
     assert [sides[name].optimizer for name in ("cache", "paged optimizer")] == ["adamw_torch_fused", "paged_adamw_8bit"]
     assert {side.checkpointing for name, side in sides.items() if "offloading" in name} == {"unsloth"}
+    best = sides["unsloth, best"]
+    assert (best.skips, dict(best.environment)) == ("max", {"UNSLOTH_BLOCK_CUDAGRAPHS": "1"})
     mixture = recipe.mixture().sides
     assert [*mixture] == [
         "16-bit experts", *[name for name in sides if name not in ("peft", "unsloth, graphs", "unsloth, block graphs")]

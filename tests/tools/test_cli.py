@@ -19,8 +19,8 @@ from target import replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
-from nf4_patch.adapters import unsloth
 from nf4_patch.callback import ReportCallback
+from nf4_patch.libraries.unsloth import adapters as unsloth
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
 from nf4_patch.patching.config import Config
