@@ -135,6 +135,18 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
     assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
 
 
+def test_a_table_names_releases_only_if_they_are_not_those_of_the_page(tmp_path, monkeypatch):
+    sides = {"nf4_patch": Times((2.0,)), "bitsandbytes": Times((5.0,))}
+    row = Row("64x64 bf16", "us", sides, bits({"bitsandbytes": True}), nbytes=1)
+    for name in ("bench", "generate", "other"):
+        recorded(name, tmp_path, monkeypatch, dequantize=[row])
+    assert render_docs.measured() == "from 2026-11-22 to 2026-11-22 with torch 2.11.0"
+    assert render_docs.BLOCKS["dequantize"]().startswith("H100, [bench-h100.json](data/bench-h100.json):\n\n| ")
+    file = tmp_path / "bench-h100.json"
+    file.write_text(file.read_text().replace("2.11.0", "2.14.1"))
+    assert render_docs.BLOCKS["dequantize"]().startswith("H100 with torch 2.14.1, [bench-h100.json]")
+
+
 FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "wall_spread": 0.1,
            "peak_gib": 5.125, "reserved_gib": 6.25}  # fmt: skip
 
