@@ -40,14 +40,8 @@ HANDLED = {  # fields of LoraConfig that do not change how an adapter is merged,
     "trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "runtime_config", "loftq_config", "eva_config",
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
-KEEPS_THE_BASE = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # init_lora_weights that leave the base weights as they are
+# values of init_lora_weights that leave the base weights as they are
+KEEPS_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class Refused(ValueError):
@@ -159,9 +153,8 @@ def dense_weights(part: Any, keys: dict[str, str], load_config: Any) -> dict[str
     if info.conversion_errors:
         raise RuntimeError("\n".join(info.conversion_errors.values()))
     if not set(part.all_tied_weights_keys).isdisjoint(part.state_dict()):
-        part.tie_weights(
-            missing_keys=info.missing_keys, recompute_mapping=False
-        )  # removes what it ties from missing_keys
+        # removes what it ties from missing_keys
+        part.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     if info.missing_keys:
         raise Refused(f"the checkpoint lacks {min(info.missing_keys)}, which {type(part).__name__} has")
     load_config.hf_quantizer.postprocess_model(part)
@@ -186,7 +179,12 @@ def config_of(adapter: str) -> tuple[Path, PeftConfig]:
     Raises:
         Refused: it is not found, or merging it layer by layer is not supported.
     """
-    folder = Path(adapter) if Path(adapter).is_dir() else Path(snapshot_download(adapter, allow_patterns=["adapter_*"]))
+    folder = Path(adapter)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*"]))
+        except (OSError, ValueError) as error:
+            raise Refused(f"{adapter} is neither a folder nor an adapter on the Hub: {error}") from error
     for file in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
         if not (folder / file).is_file():
             raise Refused(f"{adapter} has no {file}. Pass the folder that peft's save_pretrained wrote")
@@ -237,7 +235,7 @@ def with_adapter(dense: Any, adapter: str) -> tuple[Any, dict[str, str], Any]:
             f"{adapter} does not fit the model, which has no place for {lost[0]} and {len(lost) - 1} more tensors"
         )
     names = {name: keys[id(tensor)] for name, tensor in loaded.items()}
-    own = {name for name, module in model.named_parameters() if f".{model.active_adapter}" in name} - names.keys()
+    own = {name for name, _ in model.named_parameters() if f".{model.active_adapter}" in name} - names.keys()
     if own:
         raise Refused(f"{adapter} does not fit the model: it has no weights for {min(own)} and {len(own) - 1} more")
     return model, names, file

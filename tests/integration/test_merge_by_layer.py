@@ -247,6 +247,7 @@ def is_there(folder):
 
 
 REFUSED = {
+    "no folder": (lambda f: shutil.rmtree(f / "adapter"), "is neither a folder nor an adapter on the Hub"),
     "no config": (lambda f: (f / "adapter/adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter/adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "IA3": (lambda f: of_type(f, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])), "of the type .*IA3"),
