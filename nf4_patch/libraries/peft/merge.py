@@ -28,9 +28,9 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, weight: Any) -> Parts | None:
-        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized."""
+        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or does not count its writes."""
         state = getattr(weight, "quant_state", None)
-        if state is None or type(weight).__name__ != "Params4bit":
+        if state is None or type(weight).__name__ != "Params4bit" or weight.is_inference():
             return None
         second = (state.state2.absmax, state.offset) if state.nested else ()
         return cls(weight.detach().as_subclass(Tensor), (state.absmax, *second))
