@@ -29,8 +29,6 @@ from .threads import others_may_use_gpu
 # FOR_GOOD: a layer that was refused for one of these Reasons is not recorded for the same shape again, until ``release()``.
 # A layer that was refused for another Reason is tried again later.
 FOR_GOOD = {
-    Reason.GRAPH_SYNCHRONIZES,
-    Reason.GRAPH_RANDOM,
     Reason.GRAPH_STATE,
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
@@ -151,11 +149,11 @@ def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | No
     if detail := fingerprint.code.foreign():
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if graphs.is_shared(layer):
-        return Refused(Reason.GRAPH_REUSED, "")
+        return Refused(Reason.GRAPH_REUSED, "another layer holds one of its trained parameters")
     if is_sharded(layer, fingerprint):
-        return Refused(Reason.GRAPH_SHARDED, "")
+        return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")
     if is_hooked(layer, fingerprint):
-        return Refused(Reason.GRAPH_HOOKED, "")
+        return Refused(Reason.GRAPH_HOOKED, "a module in it has a hook, or is compiled")
     if other := others_may_use_gpu():
         return Refused(Reason.GRAPH_THREADS, f"another thread runs {other}")
     if sys.getprofile() is not None:

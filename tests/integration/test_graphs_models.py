@@ -260,7 +260,7 @@ def test_parameters_of_zero3():
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == 2 * (STEPS - 2)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == 2 * (STEPS - 2)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_hooks_of_accelerate(hooked, replaying):
 def test_fsdp(ways, tmp_path):
     printed = run([sys.executable, *GLOO, PROGRAM, *ways], tmp_path, OMP_NUM_THREADS="1")
     for way in ways:
-        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_SHARDED']") == 2
+        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_HOOKED']") == 2
 
 
 def test_trainer_with_gradient_accumulation(tmp_path):
