@@ -81,15 +81,16 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
             # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
             give_back()
         while True:
-            recorder, keeper = recorder_for(call.x.get_device(), keeps)
+            recorder = None
             try:
+                recorder, keeper = recorder_for(call.x.get_device(), keeps)
                 found = made(call, task, recorder, keeper)
             except Refusal as refusal:
                 return refusal.refused
             except torch.OutOfMemoryError as error:
                 found = Refused(Reason.GRAPH_MEMORY, str(error).splitlines()[0])
             finally:
-                if recorder.broken:
+                if recorder is not None and recorder.broken:
                     graphs.drop()
             if isinstance(found, GraphedLayer):
                 watching.clear()
@@ -100,7 +101,7 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
             graphs.drop()
             # Without the graphs of shorter inputs, the memory may be enough. Those are recorded again later, and can use
             # the memory of the longer input.
-            if not 0 < recorder.longest < call.x.numel():
+            if recorder is None or not 0 < recorder.longest < call.x.numel():
                 return found
 
 

@@ -1576,6 +1576,16 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | reasons
 
 
+def test_no_memory_for_the_pool(monkeypatch):
+    class Unallocated(recorder_module.Recorder if GPU else recorders.Rerun):
+        def prepare(self):
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(recording_module, "Recorder", Unallocated)
+    found = compared(model_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
+
+
 @pytest.mark.parametrize("how", ["next model", "disable", "release"])
 def test_no_memory_is_forgotten(how, monkeypatch):
     """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
