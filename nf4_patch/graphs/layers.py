@@ -34,7 +34,7 @@ from .refusal import Refused
 from .replay import Call, replay, replay_kept, replay_on_host, step, stream_of
 from .shapes import RECORDED_AT, graphs, is_due
 
-WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
+WARNED = {Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
 def follow(config: Any) -> None:
@@ -156,7 +156,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
             warn_of_wrong_results(self, args, kwargs)
             return refused(Refused(Reason.GRAPH_ARGUMENTS, str(error)))
         if is_on_another_stream(call.x.get_device()):
-            return Reason.GRAPH_STREAM
+            return refused(Refused(Reason.GRAPH_MODE, "a call on another CUDA stream than the recording"))
         graph, why = graph_for(call, layer_call)
         if isinstance(graph, Refused):
             return refused(graph)

@@ -30,8 +30,6 @@ from .threads import others_may_use_gpu
 # FOR_GOOD: a layer that was refused for one of these Reasons is not recorded for the same shape again, until ``release()``.
 # A layer that was refused for another Reason is tried again later.
 FOR_GOOD = {
-    Reason.GRAPH_SYNCHRONIZES,
-    Reason.GRAPH_RANDOM,
     Reason.GRAPH_STATE,
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
@@ -84,15 +82,16 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
             # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
             give_back()
         while True:
-            recorder, keeper = recorder_for(call.x.get_device(), keeps)
+            recorder = None
             try:
+                recorder, keeper = recorder_for(call.x.get_device(), keeps)
                 found = made(call, task, recorder, keeper)
             except Refusal as refusal:
                 return refusal.refused
             except torch.OutOfMemoryError as error:
                 found = Refused(Reason.GRAPH_MEMORY, str(error).splitlines()[0])
             finally:
-                if recorder.broken:
+                if recorder is not None and recorder.broken:
                     graphs.drop()
             if isinstance(found, GraphedLayer):
                 watching.clear()
@@ -103,7 +102,7 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
             graphs.drop()
             # Without the graphs of shorter inputs, the memory may be enough. Those are recorded again later, and can use
             # the memory of the longer input.
-            if not 0 < recorder.longest < call.x.numel():
+            if recorder is None or not 0 < recorder.longest < call.x.numel():
                 return found
 
 
@@ -152,11 +151,11 @@ def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | No
     if detail := fingerprint.code.foreign():
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if graphs.is_shared(layer):
-        return Refused(Reason.GRAPH_REUSED, "")
+        return Refused(Reason.GRAPH_REUSED, "another layer holds one of its trained parameters")
     if is_sharded(layer, fingerprint):
-        return Refused(Reason.GRAPH_SHARDED, "")
+        return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")
     if is_hooked(layer, fingerprint):
-        return Refused(Reason.GRAPH_HOOKED, "")
+        return Refused(Reason.GRAPH_HOOKED, "a module in it has a hook, or is compiled")
     if other := others_may_use_gpu():
         return Refused(Reason.GRAPH_THREADS, f"another thread runs {other}")
     if sys.getprofile() is not None:

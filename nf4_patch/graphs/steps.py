@@ -236,7 +236,7 @@ class Step:
             graph = self.graph
         assert graph is not None
         if stream_of(graph.recorder.device) != graph.recorder.replay_stream:
-            return Reason.GRAPH_STREAM
+            return Reason.GRAPH_MODE
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
@@ -272,7 +272,7 @@ class Step:
             state = LayerState(model, fingerprint, [])
             return self.observe, recorder, fingerprint, state, inputs
         if stream_of(recorder.device) != recorder.replay_stream:
-            return Reason.GRAPH_STREAM
+            return Reason.GRAPH_MODE
 
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
@@ -331,9 +331,9 @@ class Step:
         elif read:
             refused = Refused(Reason.GRAPH_STATE, "the model reads the length of a sliding window on the host")
         elif synchronized:
-            refused = Refused(Reason.GRAPH_SYNCHRONIZES, f"it synchronizes with the GPU at {synchronized[0]}")
+            refused = Refused(Reason.GRAPH_FAILED, f"it synchronizes with the GPU at {synchronized[0]}")
         elif host.moved(generator):
-            refused = Refused(Reason.GRAPH_RANDOM, "random numbers were drawn on the host")
+            refused = Refused(Reason.GRAPH_FAILED, "random numbers were drawn on the host")
         if refused is None:
             self.observed = self.recorded_under, fingerprint
         # Some code waits for the GPU only at its first use, and another thread may draw random numbers.
@@ -373,7 +373,7 @@ def why_not_recorded(model: nn.Module, fingerprint: Fingerprint, device: torch.d
     if detail := fingerprint.code.foreign():
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if is_sharded(model, fingerprint):
-        return Refused(Reason.GRAPH_SHARDED, "")
+        return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")
     if is_hooked(model, fingerprint, only_requires_gradient):
         return Refused(Reason.GRAPH_HOOKED, "")
     if any(tensor.device != device for tensor in fingerprint.tensors if tensor.numel() > 1):

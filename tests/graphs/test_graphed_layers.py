@@ -1458,7 +1458,7 @@ def test_another_stream():
         torch.cuda.synchronize()
         return losses
 
-    assert "GRAPH_STREAM" in compared(model_of, step_of)["reasons"]
+    assert "GRAPH_MODE" in compared(model_of, step_of)["reasons"]
 
 
 @pytest.mark.gpu
@@ -1533,8 +1533,8 @@ def test_random_numbers_of_another_thread(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("synchronizes", "GRAPH_SYNCHRONIZES"), ("waits", "GRAPH_FAILED"),
-        ("random", "GRAPH_RANDOM"), ("counts", "GRAPH_STATE"), ("keeps", "GRAPH_STATE"),
+        ("synchronizes", "GRAPH_FAILED"), ("waits", "GRAPH_FAILED"),
+        ("random", "GRAPH_FAILED"), ("counts", "GRAPH_STATE"), ("keeps", "GRAPH_STATE"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_captured(kind, reason):
@@ -1555,7 +1555,7 @@ def test_layers_that_cannot_be_captured(kind, reason):
                 loss_of(model, step)
                 random.setstate(before)
                 random.random()
-        assert ("GRAPH_RANDOM") in {r.name for (target, r) in counters.fallbacks if target == TARGET}
+        assert ("GRAPH_FAILED") in {r.name for (target, r) in counters.fallbacks if target == TARGET}
         return
     found = compared(make)
     assert reason in found["reasons"]
@@ -1644,6 +1644,16 @@ def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_t
     found = compared(model_of, step_of_lengths(lambda step: lengths[step % 2 if step > 3 else 0]), steps=14)
     assert attempts == captured
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | reasons
+
+
+def test_no_memory_for_the_pool(monkeypatch):
+    class Unallocated(recorder_module.Recorder if GPU else recorders.Rerun):
+        def prepare(self):
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(recording_module, "Recorder", Unallocated)
+    found = compared(model_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
 
 @pytest.mark.parametrize("how", thinned(("next model", "disable", "release"), 2))

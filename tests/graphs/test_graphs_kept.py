@@ -10,6 +10,7 @@ from test_graphed_layers import at_the_third_call, clean, model_of, optimizer_of
 
 import nf4_patch
 from nf4_patch.activations.layers import Record
+from nf4_patch.graphs import recording
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
@@ -193,6 +194,28 @@ def test_without_checkpoints(way):
 def test_every_call_of_an_ordinary_training_keeps_its_activations():
     replays, kept = same(plain, lora="fused")
     assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
+    """At the third call, another thread prevents both recordings of a layer, or only that which keeps. It is tried at the sixth."""
+    asked = []
+
+    def others():
+        asked.append(step)
+        return "a function" if step == 2 and (both or len(asked) % 2) else ""
+
+    monkeypatch.setattr(recording, "others_may_use_gpu", others)
+    torch.manual_seed(0)
+    model, kept, recomputing = model_of(), [], []
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(7):
+            plain(model, None, step)
+            kept.append(sum(map(len, graphs.kept.values())))
+            recomputing.append(sum(map(len, graphs.recordings.values())))
+    assert kept == [0] * 5 + [LAYERS] * 2
+    assert recomputing == ([0] * 7 if both else [0] * 2 + [LAYERS] * 5)
+    assert len(asked) == 3 * LAYERS
 
 
 def test_no_room(monkeypatch):

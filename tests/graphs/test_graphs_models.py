@@ -266,7 +266,7 @@ def test_parameters_of_zero3():
         return model
 
     found = compared(make)
-    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_SHARDED"} and found["replays"] == (graphed.LAYERS - 1) * (
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == (graphed.LAYERS - 1) * (
         STEPS - graphed.EAGER
     )
 
@@ -297,7 +297,7 @@ def test_hooks_of_accelerate(hooked, eager):
 def test_fsdp(ways, tmp_path):
     printed = run([sys.executable, *GLOO, PROGRAM, *ways], tmp_path, OMP_NUM_THREADS="1")
     for way in ways:
-        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_SHARDED']") == 2
+        assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_NEW_SHAPE', 'GRAPH_HOOKED']") == 2
 
 
 def test_trainer_with_gradient_accumulation(tmp_path):
