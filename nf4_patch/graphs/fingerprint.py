@@ -20,7 +20,9 @@ STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
 # SKIPPED: attributes that no replay depends on. TRL sets a new checkpoint function after each generation, and every call of a
 # layer checks it anyway. The others are those of ``generate()``.
 CHECKPOINT = "_gradient_checkpointing_func"
-SKIPPED = frozenset({CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"})
+SKIPPED = frozenset(
+    {CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"}
+)
 # HOLDERS: modules of which only the children are compared, unless they have tensors of their own. A layer with peft has many.
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

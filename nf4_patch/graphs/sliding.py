@@ -46,7 +46,9 @@ def rolls_alike(kind: Any) -> bool:
             expected = theirs.update(new, -new)
             found = roll(ours, new, -new) if window_is_full(ours) else ours.update(new, -new)
             same = all(map(torch.equal, found, expected)) and theirs.cumulative_length_int == ours.cumulative_length_int
-            if not (same and torch.equal(theirs.cumulative_length, ours.cumulative_length) and expected[0] is theirs.keys):
+            if not (
+                same and torch.equal(theirs.cumulative_length, ours.cumulative_length) and expected[0] is theirs.keys
+            ):
                 return False
     except (AttributeError, TypeError):  # it has other arguments or attributes
         return False

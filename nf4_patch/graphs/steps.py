@@ -40,7 +40,12 @@ from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
 
 # KINDS: layers of a StaticCache of which it is known what they keep on the host
-KINDS = {"StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"}
+KINDS = {
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+}
 # ATTEMPTS: how often one ``generate()`` may observe or record a step. Windows of sliding layers become full at some tokens.
 ATTEMPTS = 8
 CACHE = "past_key_values"
@@ -62,7 +67,12 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
         return True  # transformers compiles the model
     mixin: Any = sys.modules["transformers.generation.utils"].GenerationMixin
     own = [getattr(type(model), name, None) is not getattr(mixin, name) for name in ("_sample", "_prefill")]
-    if any(own) or model.config.is_encoder_decoder or model.device.type != runtime.DEVICE or not is_static(model_kwargs.get(CACHE)):
+    if (
+        any(own)
+        or model.config.is_encoder_decoder
+        or model.device.type != runtime.DEVICE
+        or not is_static(model_kwargs.get(CACHE))
+    ):
         return False
     asked.model = weakref.ref(model)
     return True
@@ -247,8 +257,13 @@ class Step:
         if other := others_may_use_gpu():
             self.fallbacks.details[Reason.GRAPH_THREADS] = f"another thread runs {other}"
             return Reason.GRAPH_THREADS
-        recorder = graphs.recorders.get(x.get_device()) or layers.Recorder(x.get_device())
+        try:
+            recorder = graphs.recorders.get(x.get_device()) or layers.Recorder(x.get_device())
+        except torch.OutOfMemoryError as error:
+            return self.noted(Refused(Reason.GRAPH_MEMORY, str(error).splitlines()[0]))
         graphs.recorders[x.get_device()] = recorder
+        if stream_of(recorder.device) != recorder.replay_stream:
+            return Reason.GRAPH_STREAM
         if fingerprint is None:
             fingerprint = Fingerprint(model)
             if refused := why_not_recorded(model, fingerprint, x.device):
@@ -256,8 +271,6 @@ class Step:
                 return refused.reason
             state = LayerState(model, fingerprint, [])
             return self.observe, recorder, fingerprint, state, inputs
-        if stream_of(recorder.device) != recorder.replay_stream:
-            return Reason.GRAPH_STREAM
 
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
@@ -310,7 +323,9 @@ class Step:
         if others or not isinstance(result.get("logits"), Tensor):
             refused = Refused(Reason.GRAPH_ARGUMENTS, "the model returns more than its logits and the static cache")
         elif state.changed() or before != after:
-            refused = Refused(Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model, or of the static cache")
+            refused = Refused(
+                Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model, or of the static cache"
+            )
         elif read:
             refused = Refused(Reason.GRAPH_STATE, "the model reads the length of a sliding window on the host")
         elif synchronized:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,7 +52,9 @@ def model_of(config: Any = None, targets: Any = LINEARS) -> Any:
     return model
 
 
-def generated(model: Any, prompt: int = 6, batch: int = 2, length: int = LENGTH, pads: int = 2, **options: Any) -> list[Tensor]:
+def generated(
+    model: Any, prompt: int = 6, batch: int = 2, length: int = LENGTH, pads: int = 2, **options: Any
+) -> list[Tensor]:
     """Return the tokens and the logits of each. The first prompt is padded on the left."""
     ids = torch.randint(3, 500, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(DEVICE)
     mask = torch.ones_like(ids)
@@ -119,8 +122,10 @@ def test_architectures(name):
     mixture = "experts" in " ".join(ARCHITECTURES[name])
     model = model_of(config_for(name), ATTENTION if mixture else models.TARGETS)
     found = compared(model, {}, {}, {"prompt": WINDOW + 3}, {"prompt": WINDOW + 3, "do_sample": True})
-    print(name, found, counters.fallbacks, nf4_patch.status())
     assert refused() == set()
+    # of eleven steps, one is observed at first, and one more when the window becomes full; a longer prompt needs a longer cache
+    full = "sliding_window" in ARCHITECTURES[name]
+    assert found == [models.LAYERS * replays for replays in (10 - full, 11, 10, 11)]
 
 
 # --- several calls ---
@@ -164,18 +169,17 @@ def head(model: Any) -> None:
 
 
 layers_of = graphed.layers_of
-CHANGES = {
-    "written": (written, False), "scaled": (scaled, True), "second adapter": (second_adapter, True), "merged": (merged, True),
-    "moved": (moved, True), "disabled": (lambda model: model.disable_adapter_layers(), True), "inserted": (inserted, True),
-    "training": (lambda model: model.train(), True), "head": (head, True), "released": (lambda model: nf4_patch.release(), True),
-    "seed": (lambda model: None, False),
+CHANGES: dict[str, Any] = {
+    "written": written, "scaled": scaled, "second adapter": second_adapter, "merged": merged, "moved": moved,
+    "disabled": lambda model: model.disable_adapter_layers(), "inserted": inserted, "training": lambda model: model.train(),
+    "head": head, "released": lambda model: nf4_patch.release(), "nothing": lambda model: None,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_two_calls(change):
-    """The next call is as without graphs. It records only if it has to."""
-    function, records = CHANGES[change]
+    """The next calls are as without graphs, and replay again."""
+    function = CHANGES[change]
     results = {}
     for options in ({}, {"graphs": "auto"}):
         model = model_of()
@@ -193,12 +197,20 @@ def test_changes_between_two_calls(change):
 
 
 def test_batches_and_lengths_that_change():
-    sizes = [{}, {"batch": 3}, {"prompt": 9}, {"length": 20}, {"batch": 3}, {}, {"length": 1}, {"length": 2}, {"length": 3}]
+    sizes = [
+        {},
+        {"batch": 3},
+        {"prompt": 9},
+        {"length": 20},
+        {"batch": 3},
+        {},
+        {"length": 1},
+        {"length": 2},
+        {"length": 3},
+    ]
     found = compared(model_of(), *sizes)
-    layers = SHAPE.num_hidden_layers
-    assert found[0] == found[1] == layers * (LENGTH - 2)
-    # transformers' caches never get shorter, so later calls have one length
-    assert found[3] == layers * (20 - 2) and found[5] >= layers * (LENGTH - 2) and found[-1] >= layers
+    # transformers' caches never get shorter, so all of them have the length of the longest call without graphs
+    assert found == [SHAPE.num_hidden_layers * replays for replays in (10, 10, 11, 19, 11, 11, 0, 1, 2)]
     assert refused() == set()
 
 
@@ -235,8 +247,8 @@ def test_a_cache_of_the_user():
             results.append(kept)
     for ours, theirs in zip(results[:4], results[4:], strict=True):
         assert_same(ours, theirs)
-    assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1)
-    assert len(graphs.recordings) == 1
+    # the first step is observed; the third prompt runs as graphs of the layers
+    assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1 + 1)
 
 
 def test_a_cache_that_is_too_short():
@@ -246,7 +258,7 @@ def test_a_cache_that_is_too_short():
     with nf4_patch.enabled(graphs="auto"):
         for _ in range(2):
             static_cache = StaticCache(config=model.config, max_cache_len=10)
-            with pytest.raises(ValueError, match="the static cache is full.*max_cache_len"):
+            with pytest.raises(ValueError, match=r"the static cache is full.*max_cache_len"):
                 generated(model, past_key_values=static_cache, cache_implementation=None)
         fits = StaticCache(config=model.config, max_cache_len=6 + LENGTH - 1)
         found = generated(model, past_key_values=fits, cache_implementation=None)
@@ -271,7 +283,9 @@ class Acting:
         return scores
 
 
-@pytest.mark.parametrize("change", ["disabled", "second adapter", "training", "released", "moved everywhere", "matmul precision"])
+@pytest.mark.parametrize(
+    "change", ["disabled", "second adapter", "training", "released", "moved everywhere", "matmul precision"]
+)
 def test_changes_between_two_tokens(change):
     def everywhere(model: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -282,25 +296,29 @@ def test_changes_between_two_tokens(change):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction ^= True
 
     others = {"moved everywhere": everywhere, "matmul precision": precision}
-    function = others.get(change) or CHANGES[change][0]
+    function = others.get(change) or CHANGES[change]
     results = []
     for options in ({}, {"graphs": "auto"}):
         model = model_of()
         with nf4_patch.enabled(**options):
             results.append(generated(model))
-            results.append(generated(model, logits_processor=[Acting(lambda: function(model))]))
+            results.append(generated(model, logits_processor=[Acting(partial(function, model))]))
     assert_same(results[0] + results[1], results[2] + results[3])
 
 
 def test_a_generation_within_a_generation():
     model = model_of()
+
+    def another(inner: list[Any], **options: Any) -> None:
+        inner.append(generated(model, **options))
+
     results = []
     for options in ({}, {"graphs": "auto"}):
         inner: list[Any] = []
         with nf4_patch.enabled(**options):
             for _ in range(2):
-                results.append(generated(model, logits_processor=[Acting(lambda: inner.append(generated(model, batch=3)))]))
-                results.append(generated(model, logits_processor=[Acting(lambda: inner.append(generated(model)))]))
+                results.append(generated(model, logits_processor=[Acting(partial(another, inner, batch=3))]))
+                results.append(generated(model, logits_processor=[Acting(partial(another, inner))]))
         results += inner
     for ours, theirs in zip(results[8:], results[:8], strict=True):
         assert_same(ours, theirs)
@@ -340,9 +358,8 @@ def test_an_error_between_two_tokens():
         raise ValueError("mine")
 
     model = model_of()
-    with nf4_patch.enabled(graphs="auto"):
-        with pytest.raises(ValueError, match="mine"):
-            generated(model, logits_processor=[Acting(fail)])
+    with nf4_patch.enabled(graphs="auto"), pytest.raises(ValueError, match="mine"):
+        generated(model, logits_processor=[Acting(fail)])
     compared(model, {}, {})
 
 
@@ -430,7 +447,11 @@ def test_nothing_is_kept_alive():
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
         found = model.generate(
-            graphed.tokens(0, 6), max_new_tokens=5, pad_token_id=0, cache_implementation="static", return_dict_in_generate=True
+            graphed.tokens(0, 6),
+            max_new_tokens=5,
+            pad_token_id=0,
+            cache_implementation="static",
+            return_dict_in_generate=True,
         )
         static = weakref.ref(found.past_key_values.layers[0].keys)
         weight = weakref.ref(layers_of(model)[0].mlp.up_proj.base_layer.weight)
