@@ -209,8 +209,9 @@ def test_batches_and_lengths_that_change():
         {"length": 3},
     ]
     found = compared(model_of(), *sizes)
-    # transformers' caches never get shorter, so all of them have the length of the longest call without graphs
-    assert found == [SHAPE.num_hidden_layers * replays for replays in (10, 10, 11, 19, 11, 11, 0, 1, 2)]
+    # transformers' caches never get shorter, so all of them have the length of the longest call without graphs. A larger prompt than
+    # any before drops all graphs
+    assert found == [SHAPE.num_hidden_layers * replays for replays in (10, 10, 10, 19, 11, 11, 0, 1, 2)]
     assert refused() == set()
 
 
@@ -332,25 +333,24 @@ def test_interrupts():
     """After Ctrl-C at any line, the next call is as without graphs."""
     model = model_of()
     with nf4_patch.enabled():
-        eager = generated(model, length=5)
+        eager = generated(model, length=4)
     functions = [
-        steps.Step.__call__, steps.Step.plan, steps.Step.find, steps.Step.replay, steps.Step.observe, steps.StepWork.forward,
-        steps.inside.__wrapped__, steps.lengths_restored.__wrapped__, sliding.rolling.__wrapped__,
-        steps.valid_auto_compile_criteria, steps.compiled_call,
+        steps.Step.__call__, steps.Step.replay, steps.Step.observe, steps.StepWork.forward, steps.inside.__wrapped__,
+        steps.lengths_restored.__wrapped__, steps.compiled_call,
     ]  # fmt: skip
     reached = 0
     with nf4_patch.enabled(graphs="auto"):
-        for _ in interrupted_at_every_line(lambda: generated(model, length=5), *functions, before=nf4_patch.release):
+        for _ in interrupted_at_every_line(lambda: generated(model, length=4), *functions, before=nf4_patch.release):
             reached += 1
             assert not graphs.stepping.on
-            if reached % 8 == 0:
-                assert_same(generated(model, length=5), eager)
+            if reached % 10 == 0:
+                assert_same(generated(model, length=4), eager)
         with pytest.raises(KeyboardInterrupt):
             generated(model, logits_processor=[Acting(interrupt)])
         before = graphs.replays
-        assert_same(generated(model, length=5), eager)
-        assert_same(generated(model, length=5), eager)
-        assert graphs.replays - before >= SHAPE.num_hidden_layers * (3 + 4) and reached > 60
+        assert_same(generated(model, length=4), eager)
+        assert_same(generated(model, length=4), eager)
+        assert graphs.replays - before >= SHAPE.num_hidden_layers * (2 + 3) and reached > 40
 
 
 def test_an_error_between_two_tokens():
