@@ -262,8 +262,13 @@ class Step:
         if other := others_may_use_gpu():
             self.fallbacks.details[Reason.GRAPH_THREADS] = f"another thread runs {other}"
             return Reason.GRAPH_THREADS
-        recorder = graphs.recorders.get(x.get_device()) or recording.Recorder(x.get_device())
+        try:
+            recorder = graphs.recorders.get(x.get_device()) or recording.Recorder(x.get_device())
+        except torch.OutOfMemoryError as error:
+            return self.noted(Refused(Reason.GRAPH_MEMORY, str(error).splitlines()[0]))
         graphs.recorders[x.get_device()] = recorder
+        if stream_of(recorder.device) != recorder.replay_stream:
+            return Reason.GRAPH_MODE
         if fingerprint is None:
             fingerprint = Fingerprint(model)
             if refused := why_not_recorded(model, fingerprint, x.device):
@@ -271,8 +276,6 @@ class Step:
                 return refused.reason
             state = LayerState(model, fingerprint, [])
             return self.observe, recorder, fingerprint, state, inputs
-        if stream_of(recorder.device) != recorder.replay_stream:
-            return Reason.GRAPH_MODE
 
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}

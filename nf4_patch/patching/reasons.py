@@ -156,8 +156,6 @@ class Reason(enum.Enum):
         "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
         "see the log for the line, and replace the operation there",
     )
-    GRAPH_SHARDED, GRAPH_STREAM = GRAPH_HOOKED, GRAPH_MODE  # older names
-    GRAPH_SYNCHRONIZES = GRAPH_RANDOM = GRAPH_FAILED
     GRAPH_THREADS = (
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
         "do what uses the GPU in one thread, and run other threads in modules that do not import torch",

@@ -6,7 +6,7 @@ import pytest
 import test_graphed_layers as graphed
 import torch
 from alternation import crossed, thinned
-from test_graphed_layers import at_the_third_call, clean, model_of, optimizer_of, tokens  # noqa: F401
+from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, optimizer_of, tokens  # noqa: F401
 
 import nf4_patch
 from nf4_patch.activations.layers import Record

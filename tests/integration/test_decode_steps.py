@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,8 +122,10 @@ def test_architectures(name):
     mixture = "experts" in " ".join(ARCHITECTURES[name])
     model = model_of(config_for(name), ATTENTION if mixture else models.TARGETS)
     found = compared(model, {}, {}, {"prompt": WINDOW + 3}, {"prompt": WINDOW + 3, "do_sample": True})
-    print(name, found, counters.fallbacks, nf4_patch.status())
     assert refused() == set()
+    # of eleven steps, one is observed at first, and one more when the window becomes full; a longer prompt needs a longer cache
+    full = "sliding_window" in ARCHITECTURES[name]
+    assert found == [models.LAYERS * replays for replays in (10 - full, 11, 10, 11)]
 
 
 # --- several calls ---
@@ -166,18 +169,17 @@ def head(model: Any) -> None:
 
 
 layers_of = graphed.layers_of
-CHANGES = {
-    "written": (written, False), "scaled": (scaled, True), "second adapter": (second_adapter, True), "merged": (merged, True),
-    "moved": (moved, True), "disabled": (lambda model: model.disable_adapter_layers(), True), "inserted": (inserted, True),
-    "training": (lambda model: model.train(), True), "head": (head, True), "released": (lambda model: nf4_patch.release(), True),
-    "seed": (lambda model: None, False),
+CHANGES: dict[str, Any] = {
+    "written": written, "scaled": scaled, "second adapter": second_adapter, "merged": merged, "moved": moved,
+    "disabled": lambda model: model.disable_adapter_layers(), "inserted": inserted, "training": lambda model: model.train(),
+    "head": head, "released": lambda model: nf4_patch.release(), "nothing": lambda model: None,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_two_calls(change):
-    """The next call is as without graphs. It records only if it has to."""
-    function, records = CHANGES[change]
+    """The next calls are as without graphs, and replay again."""
+    function = CHANGES[change]
     results = {}
     for options in ({}, {"graphs": "auto"}):
         model = model_of()
@@ -207,10 +209,9 @@ def test_batches_and_lengths_that_change():
         {"length": 3},
     ]
     found = compared(model_of(), *sizes)
-    layers = SHAPE.num_hidden_layers
-    assert found[0] == found[1] == layers * (LENGTH - 2)
-    # transformers' caches never get shorter, so later calls have one length
-    assert found[3] == layers * (20 - 2) and found[5] >= layers * (LENGTH - 2) and found[-1] >= layers
+    # transformers' caches never get shorter, so all of them have the length of the longest call without graphs. A larger prompt than
+    # any before drops all graphs
+    assert found == [SHAPE.num_hidden_layers * replays for replays in (10, 10, 10, 19, 11, 11, 0, 1, 2)]
     assert refused() == set()
 
 
@@ -247,8 +248,8 @@ def test_a_cache_of_the_user():
             results.append(kept)
     for ours, theirs in zip(results[:4], results[4:], strict=True):
         assert_same(ours, theirs)
-    assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1)
-    assert len(graphs.recordings) == 1
+    # the first step is observed; the third prompt runs as graphs of the layers
+    assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1 + 1)
 
 
 def test_a_cache_that_is_too_short():
@@ -258,7 +259,7 @@ def test_a_cache_that_is_too_short():
     with nf4_patch.enabled(graphs="auto"):
         for _ in range(2):
             static_cache = StaticCache(config=model.config, max_cache_len=10)
-            with pytest.raises(ValueError, match="the static cache is full.*max_cache_len"):
+            with pytest.raises(ValueError, match=r"the static cache is full.*max_cache_len"):
                 generated(model, past_key_values=static_cache, cache_implementation=None)
         fits = StaticCache(config=model.config, max_cache_len=6 + LENGTH - 1)
         found = generated(model, past_key_values=fits, cache_implementation=None)
@@ -296,27 +297,29 @@ def test_changes_between_two_tokens(change):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction ^= True
 
     others = {"moved everywhere": everywhere, "matmul precision": precision}
-    function = others.get(change) or CHANGES[change][0]
+    function = others.get(change) or CHANGES[change]
     results = []
     for options in ({}, {"graphs": "auto"}):
         model = model_of()
         with nf4_patch.enabled(**options):
             results.append(generated(model))
-            results.append(generated(model, logits_processor=[Acting(lambda: function(model))]))
+            results.append(generated(model, logits_processor=[Acting(partial(function, model))]))
     assert_same(results[0] + results[1], results[2] + results[3])
 
 
 def test_a_generation_within_a_generation():
     model = model_of()
+
+    def another(inner: list[Any], **options: Any) -> None:
+        inner.append(generated(model, **options))
+
     results = []
     for options in ({}, {"graphs": "auto"}):
         inner: list[Any] = []
         with nf4_patch.enabled(**options):
             for _ in range(2):
-                results.append(
-                    generated(model, logits_processor=[Acting(lambda: inner.append(generated(model, batch=3)))])
-                )
-                results.append(generated(model, logits_processor=[Acting(lambda: inner.append(generated(model)))]))
+                results.append(generated(model, logits_processor=[Acting(partial(another, inner, batch=3))]))
+                results.append(generated(model, logits_processor=[Acting(partial(another, inner))]))
         results += inner
     for ours, theirs in zip(results[8:], results[:8], strict=True):
         assert_same(ours, theirs)
@@ -330,25 +333,24 @@ def test_interrupts():
     """After Ctrl-C at any line, the next call is as without graphs."""
     model = model_of()
     with nf4_patch.enabled():
-        eager = generated(model, length=5)
+        eager = generated(model, length=4)
     functions = [
-        steps.Step.__call__, steps.Step.plan, steps.Step.find, steps.Step.replay, steps.Step.observe, steps.StepWork.forward,
-        steps.inside.__wrapped__, steps.lengths_restored.__wrapped__, sliding.rolling.__wrapped__,
-        steps.valid_auto_compile_criteria, steps.compiled_call,
+        steps.Step.__call__, steps.Step.replay, steps.Step.observe, steps.StepWork.forward, steps.inside.__wrapped__,
+        steps.lengths_restored.__wrapped__, steps.compiled_call,
     ]  # fmt: skip
     reached = 0
     with nf4_patch.enabled(graphs="auto"):
-        for _ in interrupted_at_every_line(lambda: generated(model, length=5), *functions, before=nf4_patch.release):
+        for _ in interrupted_at_every_line(lambda: generated(model, length=4), *functions, before=nf4_patch.release):
             reached += 1
             assert not graphs.stepping.on
-            if reached % 8 == 0:
-                assert_same(generated(model, length=5), eager)
+            if reached % 10 == 0:
+                assert_same(generated(model, length=4), eager)
         with pytest.raises(KeyboardInterrupt):
             generated(model, logits_processor=[Acting(interrupt)])
         before = graphs.replays
-        assert_same(generated(model, length=5), eager)
-        assert_same(generated(model, length=5), eager)
-        assert graphs.replays - before >= SHAPE.num_hidden_layers * (3 + 4) and reached > 60
+        assert_same(generated(model, length=4), eager)
+        assert_same(generated(model, length=4), eager)
+        assert graphs.replays - before >= SHAPE.num_hidden_layers * (2 + 3) and reached > 40
 
 
 def test_an_error_between_two_tokens():
