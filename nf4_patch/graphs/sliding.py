@@ -73,8 +73,9 @@ def rolling(static_cache: Any) -> Iterator[list[str]]:
 
     try:
         for layer in sliding:
+            kind: Any = type(layer)
             layer.get_seq_length, layer.get_mask_sizes = (noticing(layer, name) for name in READERS)
-            if window_is_full(layer) and rolls_alike(type(layer)):
+            if window_is_full(layer) and rolls_alike(kind):
                 layer.update = functools.partial(roll, layer)
         yield read
     finally:

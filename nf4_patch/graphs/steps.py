@@ -178,7 +178,8 @@ class Step:
             except Exception as error:
                 plan = self.fallbacks.failed(error)
             if type(plan) is Reason:
-                plan = self.refuse(Refused(plan, self.fallbacks.details.get(plan, "")))
+                self.refuse(Refused(plan, self.fallbacks.details.get(plan, "")))
+                plan = None
         if plan is None:
             self.room -= 1
             return self.model(*args, **inputs)
@@ -319,9 +320,9 @@ class Step:
         with recorder.lock, recorder.recording(False), rolling(static_cache) as read, inside():
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 result = self.model(**inputs)
-            after = generator.get_state()
-        if not torch.equal(after, generator.get_state()):  # the step drew random numbers, which have to stay drawn
-            generator.set_state(after)
+            drawn = generator.get_state()
+        if not torch.equal(drawn, generator.get_state()):  # the step drew random numbers, which have to stay drawn
+            generator.set_state(drawn)
         self.runs += 1
         refused, others = None, [v for n, v in result.items() if not (n == "logits" or v is None or v is static_cache)]
         after = host_state(static_cache), [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
