@@ -1191,7 +1191,7 @@ def test_graphs_dropped_by_another_thread(monkeypatch):
         return replay(*arguments)
 
     monkeypatch.setattr(graphs_module, "replay", late)
-    assert compared(lambda: model_of(lora_dropout=0.05), steps=16 if GPU else 6)["replays"] and len(calls) > 8
+    assert compared(lambda: model_of(lora_dropout=0.05), steps=16 if GPU else 6)["replays"] and len(calls) >= 8
 
 
 # --- shapes, streams, threads ---
@@ -1279,13 +1279,13 @@ def test_memory_that_stays_after_a_forward_or_backward(kind, reentrant, activati
     def step_of(model, optimizer, step):
         REMOTE.GRADIENTS.clear()
         losses = backward(loss_of(model, step))
-        assert step == 2 or len(REMOTE.GRADIENTS) == (kind == "lists")  # layers are recorded in the third step
+        assert step == EAGER or len(REMOTE.GRADIENTS) == (kind == "lists")  # layers are recorded in the step EAGER
         return losses
 
     if not GPU:
         monkeypatch.setattr(recording_module, "Recorder", recorders.Counting)
     found = compared(make, step_of, activations=activations)
-    assert found["replays"] == 2 * (STEPS - 2) and "GRAPH_STATE" in found["reasons"]
+    assert found["replays"] == (LAYERS - 1) * (STEPS - EAGER) and "GRAPH_STATE" in found["reasons"]
 
 
 def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
@@ -1366,7 +1366,7 @@ def test_a_kept_loss_keeps_nothing_alive(activations, frozen, uncollected):
             loss.backward()
             if step >= EAGER:  # a loss of an eager step keeps its checkpoints
                 kept.append(loss)
-        assert len(calls) == 3 * 3 and not holders_of(calls)
+        assert len(calls) == 3 * LAYERS and not holders_of(calls)
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             kept[-1].backward()
         weight = weakref.ref(layers_of(model)[0].mlp.up_proj.base_layer.weight)
@@ -1382,20 +1382,20 @@ def test_a_kept_loss_keeps_nothing_alive(activations, frozen, uncollected):
 def test_graphs_are_freed_with_their_layer(activations, goes_backward, frozen, uncollected):
     model = model_of()
     with nf4_patch.enabled(graphs="auto", activations=activations):
-        for step in range(4):
+        for step in range(EAGER + 2):
             loss = loss_of(model, step)
-            if step < 3 or goes_backward:
+            if step <= EAGER or goes_backward:
                 loss.backward()
-        last, recordings = layers_of(model)[2], graphs.recordings if activations == "off" else graphs.kept
+        last, recordings = layers_of(model)[-1], graphs.recordings if activations == "off" else graphs.kept
         held = [last, last.input_layernorm, *[found[last] for found in recordings.values()]]
         references = [*map(weakref.ref, held)]
         assert len(references) == 3
-        del layers_of(model)[2], last, held, loss
+        del layers_of(model)[-1], last, held, loss
         assert not holders_of(references)
 
 
 def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypatch):
-    def refuse(recorder, task):
+    def refuse(*arguments):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(recording_module, "GraphedForward", refuse)
