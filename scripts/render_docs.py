@@ -254,13 +254,13 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
 }  # fmt: skip
 
 
-def gains(*keys: str) -> str:
-    """Return the table of these rows of GAINS, or of all rows with what to type."""
-    rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({} if keys else {"what was on": "{gain[1]}"})
-    found = [record | {"gain": GAINS[key], "origin": ""} for key in keys or GAINS for record in GAINS[key][-1]()]
+def gains(*keys: str, typed: bool = False) -> str:
+    """Return the table of these rows of GAINS, with what was ``typed`` or without."""
+    rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({"what was on": "{gain[1]}"} if typed else {})
+    found = [record | {"gain": GAINS[key], "origin": ""} for key in keys for record in GAINS[key][-1]()]
     (gpu,) = {record["gpu"] for record in found}
     return pivot(found, {heading or f"{gpu}, random weights": form for heading, form in rows.items()},
-                 {"{clock}": "{speedup}"}, behind=not keys)  # fmt: skip
+                 {"{clock}": "{speedup}"}, behind=int(typed))  # fmt: skip
 
 
 def gain(key: str, where: str = "of wall-clock time") -> str:
@@ -376,7 +376,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "advice": what_to_type,
     "measured": measured,
     "noise": lambda: f"less than {1 + WALL_NOISE:.1f}×",
-    "gains": gains,
+    "gains": partial(gains, *[*GAINS][:9], typed=True),
+    "gains-more": partial(gains, *[*GAINS][9:], typed=True),
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
     "dequantize-llama": partial(sides, "bench", "µs", {1024, 4096, 14336}, section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
