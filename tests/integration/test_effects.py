@@ -10,7 +10,7 @@ from subprocess_python import python
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
-from nf4_patch.graphs import layers as graphs_module
+from nf4_patch.graphs import calls as graphs_module
 from nf4_patch.nf4 import runtime
 from nf4_patch.options import OPTIONS
 from nf4_patch.patching import counters, effects
