@@ -20,8 +20,8 @@ NAMES = {name: name for name in ("accelerate", "bitsandbytes", "peft", "transfor
     "liger": "liger_kernel"
 }
 ALLOWED = {
-    # the entry point of bitsandbytes' backends asks whether bitsandbytes is there
-    ("__init__.py", "bitsandbytes"),
+    ("__init__.py", "bitsandbytes"),  # bitsandbytes' entry point asks whether bitsandbytes is there
+    *(("libraries/__init__.py", library) for library in NAMES),  # it lists the folders
 }
 
 
