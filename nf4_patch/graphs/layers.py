@@ -13,7 +13,6 @@ from ..activations.layers import activations, through, uncheckpointed
 from ..cache.store import cache
 from ..memory.spare import spare
 from ..nf4 import runtime
-from ..patching.counters import warn_once
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
@@ -33,8 +32,6 @@ from .recording import key_of, recorded
 from .refusal import Refused
 from .replay import Call, replay, replay_kept, replay_on_host, step, stream_of
 from .shapes import RECORDED_AT, graphs, is_due
-
-WARNED = {Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
 def follow(config: Any) -> None:
@@ -136,8 +133,6 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
 
     def refused(found: Refused) -> Reason:
         fallbacks.details[found.reason] = found.detail
-        if found.reason in WARNED:
-            warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({found.reason.name}): {found.detail}")
         return found.reason
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:

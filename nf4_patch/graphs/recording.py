@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..activations.layers import through
 from ..nf4 import runtime
 from ..patching import context
+from ..patching.counters import warn_once
 from ..patching.reasons import Reason
 from ..patching.replacement import Function
 from ..patching.targets import MODULES
@@ -34,6 +35,7 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
+WARNED = {Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 # HARMLESS_HOOKS: Python modules whose hooks a replay may skip.
 # transformers' hooks only collect outputs. A call whose outputs are collected runs eagerly anyway.
 # bitsandbytes' hooks only open and close the cache of torch.nn.utils.parametrize.
@@ -56,6 +58,8 @@ def recorded(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
         graphs.refuse(key, call.layer, Refused(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"))
         raise
     if isinstance(found, Refused):
+        if found.reason in WARNED:
+            warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({found.reason.name}): {found.detail}")
         if found.reason in FOR_GOOD:
             graphs.refuse(key, call.layer, found)
         elif keeps:
@@ -124,7 +128,10 @@ def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None)
         torch.OutOfMemoryError: the GPU has no memory for the graphs.
     """
     # The graphs of a decode step take little memory.
-    with recorder.lock, recorder.leaving_enough(in_the_peak(call, keeper)) if call.trains else contextlib.nullcontext():
+    with (
+        recorder.lock,
+        recorder.leaving_enough(*in_the_peak(call, keeper)) if call.trains else contextlib.nullcontext(),
+    ):
         if keeper is not None:
             graph: GraphedLayer = KeptLayer(keeper, task, call.key)
         else:
@@ -138,13 +145,14 @@ def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None)
     return graph
 
 
-def in_the_peak(call: LayerCall, keeper: Keeper | None) -> int:
-    """Return how much less the rest of a step needs than a step without graphs, in bytes."""
+def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
+    """Return the arguments of ``leaving_enough``."""
     if keeper is not None:
-        return 0 if call.layer.gradient_checkpointing else keeper.generation.nbytes
+        nbytes = keeper.generation.nbytes
+        return (0, nbytes) if call.layer.gradient_checkpointing else (nbytes, 0)
     # Unsloth's checkpoint moves the inputs of layers to host memory. Layers with graphs keep them on the GPU.
     count = len(graphs.recordings.get(call.key, ())) + 1
-    return -count * call.x.nbytes if call.checkpoint.offloads else 0
+    return -count * call.x.nbytes if call.checkpoint.offloads else 0, 0
 
 
 def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | None:

@@ -405,7 +405,7 @@ def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, mon
     left = []
 
     class Leaving(recorders.Rerun):
-        def leaving_enough(self, part=0):
+        def leaving_enough(self, part=0, held=0):
             left.append(part)
             return contextlib.nullcontext()
 
@@ -1606,6 +1606,23 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     with expected, recorder.leaving_enough():
         pass
     assert recorder.taken == 5 * GIB
+
+
+def test_memory_of_kept_layers_counts_once(monkeypatch):
+    """Layers keep 4 GiB each, beside 6 GiB of weights. Steps need 9 GiB, and 10 where the first layer is recorded: five fit into 31."""
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.taken = 0, 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 32 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    memory = {"reserved_bytes": 32 * GIB, "peak": 9 * GIB}
+    monkeypatch.setattr(recorder_module, "memory", lambda device, kind, value=None: memory[value or kind])
+    for layer in range(6):
+        expected = contextlib.nullcontext() if layer < 5 else pytest.raises(torch.cuda.OutOfMemoryError)
+        with expected, recorder.leaving_enough(held=4 * layer * GIB):
+            memory["reserved_bytes"] += 4 * GIB
+            memory["peak"] = max(memory["peak"], (10 + 4 * layer) * GIB)
+        memory["reserved_bytes"] = 32 * GIB
+    assert recorder.taken == 24 * GIB and recorder.rest == 10 * GIB
 
 
 @pytest.mark.gpu

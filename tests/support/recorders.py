@@ -104,7 +104,7 @@ class Rerun(Recorder):
     def allocating(self) -> Any:
         return contextlib.nullcontext()
 
-    def leaving_enough(self, part: int = 0) -> Any:
+    def leaving_enough(self, part: int = 0, held: int = 0) -> Any:
         return contextlib.nullcontext()
 
     def synchronizations(self) -> Any:
