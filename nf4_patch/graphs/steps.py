@@ -29,7 +29,7 @@ from ..patching.switch import switch
 from . import layers
 from .arguments import Unsupported, layout_of, replaced, signature
 from .capture import Environment, GraphedLayer, Task, Work
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, only_requires_gradient
 from .generation import tensors_of
 from .layers import FOR_GOOD, WARNED, graphs, is_hooked, is_sharded, is_slow, stream_of, why_not
 from .recorder import Recorder, own_casts
@@ -358,12 +358,6 @@ def room_in(static_cache: Any) -> int:
     """Return for how many more tokens the StaticCache has room. Sliding and linear layers always have room."""
     found = [layer for layer in static_cache.layers if hasattr(layer, "cumulative_length") and length_of(layer) is None]
     return int(found[0].max_cache_len - found[0].cumulative_length) if found else sys.maxsize
-
-
-def only_requires_gradient(hook: Any) -> bool:
-    """Return whether a hook only makes a result require a gradient, which changes nothing in a decode step."""
-    code = getattr(hook, "__code__", None)
-    return code is not None and code.co_names == ("requires_grad_",)
 
 
 def why_not_recorded(model: nn.Module, fingerprint: Fingerprint, device: torch.device) -> Refused | None:
