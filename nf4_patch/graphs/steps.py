@@ -34,7 +34,7 @@ from .generation import tensors_of
 from .layers import FOR_GOOD, WARNED, graphs, is_hooked, is_sharded, is_slow, stream_of, why_not
 from .recorder import Recorder, own_casts
 from .refusal import Refusal, Refused
-from .shapes import decoder_layers
+from .shapes import Stepping, decoder_layers
 from .sliding import LENGTH, length_of, rolling, window_is_full
 from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
@@ -108,14 +108,19 @@ class StepWork(Work):
         return result.logits  # type: ignore[no-any-return]
 
 
+class Running:
+    """Stands for a step that runs."""
+
+
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
     """Let decoder layers run as part of the model inside the ``with`` block, rather than as graphs of their own."""
+    running = Running()
     try:
-        graphs.stepping.on = True
+        graphs.stepping.by = weakref.ref(running)
         yield
     finally:
-        graphs.stepping.on = False
+        graphs.stepping.by = Stepping.by
 
 
 @contextlib.contextmanager
@@ -173,7 +178,8 @@ class Step:
             except Exception as error:
                 plan = self.fallbacks.failed(error)
             if type(plan) is Reason:
-                plan = self.refuse(Refused(plan, self.fallbacks.details.get(plan, "")))
+                self.refuse(Refused(plan, self.fallbacks.details.get(plan, "")))
+                plan = None
         if plan is None:
             self.room -= 1
             return self.model(*args, **inputs)
@@ -310,8 +316,10 @@ class Step:
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
         """Run the step eagerly where it would be recorded. Find what a replay could not repeat."""
         static_cache, host, generator = inputs[CACHE], HostGenerators(), recorder.generator
-        before = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
-        with recorder.lock, recorder.recording(False), rolling(static_cache) as read, inside():
+        held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
+        with (
+            recorder.lock, recorder.recording(False), cache.pinned(recorder.stream_id), rolling(static_cache) as read, inside()
+        ):  # fmt: skip
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 result = self.model(**inputs)
             after = generator.get_state()
@@ -319,10 +327,10 @@ class Step:
             generator.set_state(after)
         self.runs += 1
         refused, others = None, [v for n, v in result.items() if not (n == "logits" or v is None or v is static_cache)]
-        after = host_state(static_cache), [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
+        counted = lengths == [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
         if others or not isinstance(result.get("logits"), Tensor):
             refused = Refused(Reason.GRAPH_ARGUMENTS, "the model returns more than its logits and the static cache")
-        elif state.changed() or before != after:
+        elif state.changed() or not counted or host_state(static_cache) != held:
             refused = Refused(
                 Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model, or of the static cache"
             )
