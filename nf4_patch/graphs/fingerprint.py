@@ -20,9 +20,10 @@ STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
 # SKIPPED: attributes that no replay depends on. TRL sets a new checkpoint function after each generation, and every call of a
 # layer checks it anyway. The others are those of ``generate()``.
 CHECKPOINT = "_gradient_checkpointing_func"
-SKIPPED = frozenset(
-    {CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"}
-)
+SKIPPED = frozenset({
+    CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config", "_require_grads_hook",
+    "_require_grads_hooks",
+})  # fmt: skip
 # HOLDERS: modules of which only the children are compared, unless they have tensors of their own. A layer with peft has many.
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,6 +50,12 @@ def nested(values: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, (*CONTAINERS, tuple)):
             yield from nested(value.values() if isinstance(value, dict) else value)
+
+
+def only_requires_gradient(hook: Any) -> bool:
+    """Return whether a hook only makes a result require a gradient. transformers adds one whenever it enables checkpointing."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_names == ("requires_grad_",)
 
 
 def weak(value: Any) -> Callable[[], Any]:
@@ -90,6 +97,10 @@ class Fingerprint:
         called = [type(module).forward is not nn.Module.forward for module in compared]
         hooks = [each for module in compress(compared, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
+        self.requiring = [each for each in hooks if any(map(only_requires_gradient, each.values()))]
+        self.hooks_besides = self.found_hooks_besides()
+        known = {*map(id, self.requiring)}
+        hooks = [each for each in hooks if id(each) not in known]
         children = [module._modules for module in modules]
         of_tensors: list[Any] = [d for module in compared for d in (module._parameters, module._buffers)]
         containers = [value for value in within if isinstance(value, CONTAINERS)]
@@ -142,6 +153,9 @@ class Fingerprint:
         """Return the layer's attributes that are compared, apart from those in ``own``."""
         return {name: value for name, value in vars(layer).items() if name not in self.own and name not in SKIPPED}
 
+    def found_hooks_besides(self) -> list[Any]:
+        return [hook for each in self.requiring for hook in each.values() if not only_requires_gradient(hook)]
+
     def found_states(self) -> list[Any]:
         return [*chain.from_iterable(map(of_state, self.dictionaries_of_states))]
 
@@ -168,6 +182,7 @@ class Fingerprint:
                 and [*map(self.attributes_of, self.checkpointed)] == self.of_checkpointed
                 and [type(layer), *map(type, self.compared)] == self.types
                 and [*chain.from_iterable(self.children)] == self.order
+                and self.found_hooks_besides() == self.hooks_besides
                 and all(map(is_, map(code_of, self.code.replaceable), self.codes))
                 and all(map(is_, map(defaults_of, self.with_defaults), self.defaults))
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,9 +42,15 @@ def is_due(calls: int) -> bool:
 
 
 class Stepping(threading.local):
-    """Whether this thread runs a decode step that is one graph for the whole model."""
+    """Whether this thread runs a decode step that is one graph for the whole model, and ``by`` which step it does."""
 
-    on = False
+    by: Callable[[], Any] = staticmethod(
+        lambda: None
+    )  # a weak reference, which an interrupt of the cleanup cannot leave on
+
+    @property
+    def on(self) -> bool:
+        return self.by() is not None
 
 
 class Graphs:

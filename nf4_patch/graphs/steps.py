@@ -31,14 +31,14 @@ from . import recording
 from .arguments import Unsupported, layout_of, replaced, signature
 from .calls import NOT_CHECKPOINTED, why_not
 from .capture import Environment, GraphedLayer, Task, Work
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, only_requires_gradient
 from .generation import tensors_of
 from .layers import WARNED, is_slow
 from .recorder import Recorder, own_casts
 from .recording import FOR_GOOD, is_hooked, is_sharded
 from .refusal import Refusal, Refused
 from .replay import stream_of
-from .shapes import decoder_layers, graphs
+from .shapes import Stepping, decoder_layers, graphs
 from .sliding import LENGTH, length_of, rolling, window_is_full
 from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
@@ -113,14 +113,19 @@ class StepWork(Work):
         return result.logits  # type: ignore[no-any-return]
 
 
+class Running:
+    """Stands for a step that runs."""
+
+
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
     """Let decoder layers run as part of the model inside the ``with`` block, rather than as graphs of their own."""
+    running = Running()
     try:
-        graphs.stepping.on = True
+        graphs.stepping.by = weakref.ref(running)
         yield
     finally:
-        graphs.stepping.on = False
+        graphs.stepping.by = Stepping.by
 
 
 @contextlib.contextmanager
@@ -316,8 +321,10 @@ class Step:
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
         """Run the step eagerly where it would be recorded. Find what a replay could not repeat."""
         static_cache, host, generator = inputs[CACHE], HostGenerators(), recorder.generator
-        before = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
-        with recorder.lock, recorder.recording(False), rolling(static_cache) as read, inside():
+        held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
+        with (
+            recorder.lock, recorder.recording(False), cache.pinned(recorder.stream_id), rolling(static_cache) as read, inside()
+        ):  # fmt: skip
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 result = self.model(**inputs)
             drawn = generator.get_state()
@@ -325,10 +332,10 @@ class Step:
             generator.set_state(drawn)
         self.runs += 1
         refused, others = None, [v for n, v in result.items() if not (n == "logits" or v is None or v is static_cache)]
-        after = host_state(static_cache), [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
+        counted = lengths == [(n := length_of(layer)) and n - 1 for layer in static_cache.layers]
         if others or not isinstance(result.get("logits"), Tensor):
             refused = Refused(Reason.GRAPH_ARGUMENTS, "the model returns more than its logits and the static cache")
-        elif state.changed() or before != after:
+        elif state.changed() or not counted or host_state(static_cache) != held:
             refused = Refused(
                 Reason.GRAPH_STATE, "a step changes an attribute or a buffer of the model, or of the static cache"
             )
@@ -364,12 +371,6 @@ def room_in(static_cache: Any) -> int:
     """Return for how many more tokens the StaticCache has room. Sliding and linear layers always have room."""
     found = [layer for layer in static_cache.layers if hasattr(layer, "cumulative_length") and length_of(layer) is None]
     return int(found[0].max_cache_len - found[0].cumulative_length) if found else sys.maxsize
-
-
-def only_requires_gradient(hook: Any) -> bool:
-    """Return whether a hook only makes a result require a gradient, which changes nothing in a decode step."""
-    code = getattr(hook, "__code__", None)
-    return code is not None and code.co_names == ("requires_grad_",)
 
 
 def why_not_recorded(model: nn.Module, fingerprint: Fingerprint, device: torch.device) -> Refused | None:
