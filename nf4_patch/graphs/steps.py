@@ -33,9 +33,9 @@ from .calls import NOT_CHECKPOINTED, why_not
 from .capture import Environment, GraphedLayer, Task, Work
 from .fingerprint import Fingerprint, only_requires_gradient
 from .generation import tensors_of
-from .layers import WARNED, is_slow
+from .layers import is_slow
 from .recorder import Recorder, own_casts
-from .recording import FOR_GOOD, is_hooked, is_sharded
+from .recording import FOR_GOOD, WARNED, is_hooked, is_sharded
 from .refusal import Refusal, Refused
 from .replay import stream_of
 from .shapes import Stepping, decoder_layers, graphs
