@@ -358,7 +358,9 @@ def test_gradients_of_some_inputs():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "between"), crossed((NON_REENTRANT, REENTRANT), (nf4_patch.disable, nf4_patch.release)), ids=str
+    ("kwargs", "between"),
+    crossed((NON_REENTRANT, REENTRANT), (nf4_patch.disable, nf4_patch.release)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_disable_and_release_between_forward_and_backward(between, kwargs):
     def each(step):
