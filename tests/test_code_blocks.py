@@ -117,7 +117,7 @@ def trainer(folder: Path, checkpoint: str) -> Any:
 def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
     import tiny_experts
 
-    return tiny_experts.random_model("qwen3")
+    return tiny_experts.random_model("qwen3", vocab_size=512)  # byte_tokenizer has 259 tokens
 
 
 def checkpoint_of_experts(folder: Path) -> str:
