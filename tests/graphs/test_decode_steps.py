@@ -37,6 +37,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 @pytest.fixture(autouse=True)
 def frozen(clean, monkeypatch):
+    graphed.record_at(3, monkeypatch)  # as a user's layers
     if not GPU:
         recorders.install(monkeypatch, recorders.Operations)
 

@@ -196,6 +196,7 @@ def test_every_call_of_an_ordinary_training_keeps_its_activations():
     assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
 
 
+@pytest.mark.usefixtures("at_the_third_call")
 @pytest.mark.parametrize("both", [True, False])
 def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
     """At the third call, another thread prevents both recordings of a layer, or only that which keeps. It is tried at the sixth."""

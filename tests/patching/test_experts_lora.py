@@ -306,7 +306,7 @@ def test_the_layout_of_unsloth_reordered(tmp_path):
     }
     assert sum(not torch.equal(grouped[key], tensors[key]) for key in tensors) == 2 * LAYERS
     save_file(grouped, file)
-    page = (Path(__file__).parents[2] / "docs/after-training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/notes/older-unsloth-adapter.md").read_text()
     (lines,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "lora_B" in block]
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | LAYOUTS["copied"][0]))
