@@ -85,6 +85,7 @@ class Fingerprint:
         self.compared = compared[1:]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
         self.own = {n: weak(v) for n, v in vars(layer).items() if callable(v) and n not in SKIPPED}
+        self.skipped = SKIPPED.union(self.own)
         self.of_layer = self.attributes_of(layer)
         self.checkpointed = [m for m in self.compared if CHECKPOINT in vars(m)]  # in the record of a whole model
         self.of_checkpointed = [*map(self.attributes_of, self.checkpointed)]
@@ -151,7 +152,7 @@ class Fingerprint:
 
     def attributes_of(self, layer: nn.Module) -> dict[str, Any]:
         """Return the layer's attributes that are compared, apart from those in ``own``."""
-        return {name: value for name, value in vars(layer).items() if name not in self.own and name not in SKIPPED}
+        return {name: value for name, value in vars(layer).items() if name not in self.skipped}
 
     def found_hooks_besides(self) -> list[Any]:
         return [hook for each in self.requiring for hook in each.values() if not only_requires_gradient(hook)]
@@ -179,10 +180,10 @@ class Fingerprint:
             return (
                 self.watched == self.copies
                 and self.attributes_of(layer) == self.of_layer
-                and [*map(self.attributes_of, self.checkpointed)] == self.of_checkpointed
+                and (not self.checkpointed or [*map(self.attributes_of, self.checkpointed)] == self.of_checkpointed)
                 and [type(layer), *map(type, self.compared)] == self.types
                 and [*chain.from_iterable(self.children)] == self.order
-                and self.found_hooks_besides() == self.hooks_besides
+                and (not self.requiring or self.found_hooks_besides() == self.hooks_besides)
                 and all(map(is_, map(code_of, self.code.replaceable), self.codes))
                 and all(map(is_, map(defaults_of, self.with_defaults), self.defaults))
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
