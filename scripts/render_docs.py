@@ -429,6 +429,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
     "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),
+    "host-16-qwen": partial(figure, "{experts_gb:.1f} GB", offload="6GiB"),
     "dense-qwen": partial(figure, "{dense_gb:.0f} GB"),
     "experts-qwen": partial(figure, "{dense_experts_gb:.0f} GB"),
     "split-qwen": partial(figure, "{gate_up_gb:.0f} GB"),

@@ -156,14 +156,26 @@ def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
 
 
 def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | None:
-    if detail := fingerprint.code.foreign():
-        return Refused(Reason.GRAPH_OWN_CODE, detail)
     if graphs.is_shared(layer):
         return Refused(Reason.GRAPH_REUSED, "another layer holds one of its trained parameters")
-    if is_sharded(layer, fingerprint):
+    return why_not_replayed(layer, fingerprint) or why_no_capture()
+
+
+def why_not_replayed(
+    module: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False
+) -> Refused | None:
+    """Return why a replay could not stand for a call of a layer or model, whatever its arguments are, or None."""
+    if detail := fingerprint.code.foreign():
+        return Refused(Reason.GRAPH_OWN_CODE, detail)
+    if is_sharded(module, fingerprint):
         return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")
-    if is_hooked(layer, fingerprint):
+    if is_hooked(module, fingerprint, harmless):
         return Refused(Reason.GRAPH_HOOKED, "a module in it has a hook, or is compiled")
+    return None
+
+
+def why_no_capture() -> Refused | None:
+    """Return why the process cannot capture anything now, or None."""
     if other := others_may_use_gpu():
         return Refused(Reason.GRAPH_THREADS, f"another thread runs {other}")
     if sys.getprofile() is not None:
@@ -171,7 +183,7 @@ def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | No
     return None
 
 
-def is_hooked(layer: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False) -> bool:
+def is_hooked(layer: nn.Module, fingerprint: Fingerprint, harmless: Function) -> bool:
     """Return whether calls of the layer run code that a replay would skip: hooks, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values() if not harmless(hook)]
     if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):

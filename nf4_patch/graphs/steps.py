@@ -35,12 +35,11 @@ from .fingerprint import Fingerprint, only_requires_gradient
 from .generation import tensors_of
 from .layers import is_slow
 from .recorder import Recorder, own_casts
-from .recording import FOR_GOOD, WARNED, is_hooked, is_sharded
+from .recording import FOR_GOOD, WARNED, why_no_capture, why_not_replayed
 from .refusal import Refusal, Refused
 from .replay import stream_of
 from .shapes import Stepping, decoder_layers, graphs
 from .sliding import LENGTH, length_of, rolling, window_is_full
-from .threads import others_may_use_gpu
 from .warmup import RUNS, HostGenerators, LayerState
 
 # KINDS: layers of a StaticCache of which it is known what they keep on the host
@@ -267,11 +266,8 @@ class Step:
         if (refused := graphs.refusal(key, model)) is not None:
             self.fallbacks.details[refused.reason] = refused.detail
             return refused.reason
-        if sys.getprofile() is not None:
-            return Reason.GRAPH_MODE
-        if other := others_may_use_gpu():
-            self.fallbacks.details[Reason.GRAPH_THREADS] = f"another thread runs {other}"
-            return Reason.GRAPH_THREADS
+        if (refused := why_no_capture()) is not None:
+            return self.noted(refused)
         try:
             recorder = graphs.recorders.get(x.get_device()) or recording.Recorder(x.get_device())
         except torch.OutOfMemoryError as error:
@@ -282,8 +278,7 @@ class Step:
         if fingerprint is None:
             fingerprint = Fingerprint(model)
             if refused := why_not_recorded(model, fingerprint, x.device):
-                self.fallbacks.details[refused.reason] = refused.detail
-                return refused.reason
+                return self.noted(refused)
             state = LayerState(model, fingerprint, [])
             return self.observe, recorder, fingerprint, state, inputs
 
@@ -382,12 +377,8 @@ def room_in(static_cache: Any) -> int:
 
 def why_not_recorded(model: nn.Module, fingerprint: Fingerprint, device: torch.device) -> Refused | None:
     """Return why no step of the model can be recorded, or None."""
-    if detail := fingerprint.code.foreign():
-        return Refused(Reason.GRAPH_OWN_CODE, detail)
-    if is_sharded(model, fingerprint):
-        return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")
-    if is_hooked(model, fingerprint, only_requires_gradient):
-        return Refused(Reason.GRAPH_HOOKED, "")
+    if refused := why_not_replayed(model, fingerprint, only_requires_gradient):
+        return refused
     if any(tensor.device != device for tensor in fingerprint.tensors if tensor.numel() > 1):
         return Refused(Reason.GRAPH_ARGUMENTS, "a parameter or buffer is on another device")
     if any(m.training and getattr(m, "gradient_checkpointing", False) for m in fingerprint.modules):
