@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..nf4.runtime import has_memory
-from ..offload import prefetch
 from ..patching.context import is_compiling, own_dispatch
 from ..patching.cpu import corrected
 from ..patching.dequantizer import Dequantizer
@@ -44,10 +43,7 @@ class PackedExperts:
         with torch.no_grad():  # bitsandbytes' parametrization passes no gradient to the packed weight either.
             if switch.on and not is_compiling():
                 own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
-                if prefetch.gate.on:
-                    result = attempt(prefetch.of_state, own, self.packed, self.state, self.only_read)
-                else:
-                    result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
+                result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
             if (right := corrected("packed experts", self.packed, self.state, None)) is not None:

@@ -1,16 +1,18 @@
-"""Tiny mixtures whose packed experts wait in host memory: loaded, trained and read."""
+"""Tiny models whose packed weights wait in host memory: loaded, trained and read."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import bitsandbytes
 import tiny_experts
 import torch
 from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
 
 import nf4_patch
 from nf4_patch.moe.read import stacks_of
-from nf4_patch.offload import host_memory
+from nf4_patch.offload import host_memory, planning
 from nf4_patch.patching.dequantizer import Dequantizer
 
 
@@ -37,17 +39,40 @@ def in_host(model: Any) -> dict[tuple[int, str], Any]:
     }
 
 
+def packed_of(model: Any) -> dict[str, tuple[Any, Any]]:
+    """The packed weights in layers, (bytes, QuantState), by full name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            found[f"{name}.weight"] = module.weight, module.weight.quant_state
+        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            found[f"{name}.original"] = module.original, module[0].quant_state
+    return {name: each for name, each in found.items() if planning.layer_of(name)}
+
+
+def all_in_host(model: Any) -> bool:
+    """Whether every packed weight is, with its absmax."""
+    return all(
+        tensor.data_ptr() in host_memory.blocks for each in packed_of(model).values() for tensor in tensors_of(*each)
+    )
+
+
+def none_in_host(model: Any) -> bool:
+    return not any(
+        tensor.data_ptr() in host_memory.blocks for each in packed_of(model).values() for tensor in tensors_of(*each)
+    )
+
+
 def sizes_of(model: Any) -> list[int]:
-    """Packed bytes of each experts module."""
-    return [
-        sum(t.nbytes for name in STACKS for t in tensors_of(module.parametrizations[name]))
-        for module in experts_of(model)
-    ]
+    """Packed bytes of each layer."""
+    sizes: Counter[str] = Counter()
+    for name, each in packed_of(model).items():
+        sizes[planning.layer_of(name)] += sum(tensor.nbytes for tensor in tensors_of(*each))
+    return list(sizes.values())
 
 
-def tensors_of(chain: Any) -> tuple[torch.Tensor, ...]:
-    state = chain[0].quant_state
-    return chain.original, state.absmax, *([state.state2.absmax] if state.nested else [])
+def tensors_of(packed: Any, state: Any) -> tuple[torch.Tensor, ...]:
+    return packed, state.absmax, *([state.state2.absmax] if state.nested else [])
 
 
 def train(
