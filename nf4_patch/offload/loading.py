@@ -12,7 +12,7 @@ import torch
 from ..patching.placement import installed
 from ..patching.replacement import Function, around
 from ..patching.target import TESTED_LOADING
-from . import host_memory, planning, prefetch
+from . import planning, prefetch
 from .option import OFFLOAD
 
 gate = prefetch.gate
@@ -48,7 +48,7 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
 
     Raises:
         RuntimeError: nf4_patch cannot replace what it has to in this release of transformers.
-        ValueError: ``device_map`` puts packed weights on the CPU or on disk, or a device mesh shards them.
+        ValueError: a device mesh shards the weights.
     """
     from transformers.integrations.accelerate import get_device
 
@@ -67,12 +67,9 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
         for name, parameter in model.named_parameters()
         if name in nested or quantizer.param_needs_quantization(model, name)
     ]
-    kinds = {"disk" if place == "disk" else torch.device(place).type for _, place, _ in weights}
-    if load_config.device_mesh is not None or (len(kinds) > 1 and host_memory.cuda.kind in kinds):
+    if load_config.device_mesh is not None:
         raise ValueError(
-            f"offload holds packed weights for GPUs that compute whole layers. Found "
-            f"{'a device_map with ' + ' and '.join(sorted(kinds)) if len(kinds) > 1 else 'tensor or expert parallelism'}. "
-            'If the model is too large for the GPU, use device_map={"": 0} and offload="all"'
+            "offload holds whole weights, and not those of tensor or expert parallelism. Use one of the two"
         )
     before = os.environ.get(IN_ORDER)
     try:

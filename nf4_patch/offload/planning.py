@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -29,8 +28,9 @@ plans: weakref.WeakKeyDictionary[Any, dict[Place, HostBlock]] = weakref.WeakKeyD
 
 def layer_of(full_name: str) -> str:
     """Return the path of a parameter's decoder layer, such as "model.layers.3", or "" if the parameter is in none."""
-    layer, number, _ = re.match(r"(?:(.*?)\.(\d+)\.)?(.*)", full_name).groups()  # type: ignore[union-attr]
-    return f"{layer}.{number}" if number else ""
+    parts = full_name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1])
 
 
 def packed_size(elements: int, nested: bool) -> int:

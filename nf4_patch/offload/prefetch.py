@@ -200,9 +200,12 @@ class Prefetch(dequantizer.Prefetch):
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
     """Return a fingerprint that changes whenever packed, absmax or absmax2 is replaced or written to.
 
-    Return None if one of the three is an inference tensor, which has no version counter.
+    Return None if no fingerprint can do this: the packed bytes are not a parameter, as ``parameter.data`` is not, or one
+    of the three is an inference tensor.
     """
     packed, absmax, absmax2, *_ = weight
+    if not isinstance(weight.owner(), torch.nn.Parameter):
+        return None
     try:
         fingerprint: Fingerprint = (
             packed.data_ptr(), id(weight.owner()), packed._version, absmax.data_ptr(), id(absmax), absmax._version,

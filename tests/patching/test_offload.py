@@ -22,10 +22,10 @@ from offloaded import (
     in_host,
     logits,
     model_of,
+    packed_of,
     read_again,
     same_steps,
     sizes_of,
-    packed_of,
     tensors_of,
     train,
 )

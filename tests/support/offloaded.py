@@ -8,7 +8,8 @@ from typing import Any
 import bitsandbytes
 import tiny_experts
 import torch
-from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
+import transformers
+from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded, with_lora
 
 import nf4_patch
 from nf4_patch.moe.read import stacks_of
@@ -127,3 +128,32 @@ def check_merging(resident: Any, model: Any, logits: Any) -> None:
         each.unmerge_adapter()
     assert torch.equal(logits(model), logits(resident))
     assert all(in_host(model).values())
+
+
+# --- dense models ---
+
+
+def dense_model(layers: int, device: str = "cpu", **changes: Any) -> Any:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def load_dense(folder: Any, **options: Any) -> Any:
+    places = {key: options.pop(key) for key in ("device_map",) if key in options}
+    if tiny_experts.DEVICE.type == "cuda":
+        places.setdefault("device_map", {"": tiny_experts.DEVICE})
+    config = in_4bit(**options)
+    return loaded(folder, attn_implementation="eager", quantization_config=config, **places)
+
+
+def with_lora_on_all(model: Any, **changes: Any) -> Any:
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return with_lora(model, target_modules=names, target_parameters=None, **changes)
