@@ -161,7 +161,6 @@ def rollouts(ours: str, other: str) -> list[Record]:
 
 
 BILLIONS = {"Qwen3-30B-A3B": 30.53, "gpt-oss-20b": 20.9, "Gemma-4-26B-A4B": 25.2, "GLM-4.5-Air": 106.9}  # parameters
-DENSE_BILLIONS = {"Llama-3.1-8B": 8.03, "Qwen3-32B": 32.76, "Llama-3.1-70B": 70.55}
 PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / 64 / 256  # per weight: the code, absmax in 8 bits, and its nested absmax
 ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 

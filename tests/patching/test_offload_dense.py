@@ -32,9 +32,11 @@ from tiny_experts import CHECKPOINTING, ids_of, saved
 
 import nf4_patch
 from nf4_patch.cache.store import cache
+from nf4_patch.matmul.product import FusedMatmul
 from nf4_patch.offload import host_memory, planning, prefetch
 from nf4_patch.patching import dequantizer
 from nf4_patch.patching.config import ConfigError
+from nf4_patch.patching.reasons import Reason
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what plays CUDA")
 LAYERS, LINEAR = 4, 7
@@ -250,6 +252,19 @@ def nf4_patch_dequantize(packed: Any, state: Any) -> torch.Tensor:
 
     found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed, state)
     return found
+
+
+def test_a_fused_matmul_reads_the_buffer(folder, gpu, patched, monkeypatch):
+    """gpu/test_offload_gpu.py has the products. Here, the kernel's weight is looked at before its launch."""
+    seen = []
+    monkeypatch.setattr(FusedMatmul, "resolve", lambda _, x, weight, *rest: seen.append(weight) or Reason.NOT_FASTER)
+    packed, state = next(iter(packed_of(model_of(folder)).values()))
+    x = torch.ones(1, state.shape[1], dtype=state.dtype)
+    assert FusedMatmul("test").of_state(x, packed, state) is Reason.NOT_FASTER
+    (weight,) = seen
+    assert not any(tensor.data_ptr() in host_memory.blocks for tensor in weight.tensors())
+    assert torch.equal(weight.packed, packed.data) and torch.equal(weight.absmax, state.absmax)
+    assert counts().fetches == 1
 
 
 # --- readers ---
