@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from benchmarks.record import Check, Row, table
-from benchmarks.timing import Machine, kernels, machine, synchronize
+from benchmarks.timing import Call, Inside, Machine, Taken, alternating, kernels, machine, synchronize
 from nf4_patch.tools import cli
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch
-from nf4_patch.tools.timing import Call, Inside, Taken, alternating
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 
+from benchmarks.products import Functions
 from benchmarks.record import BITSANDBYTES
-from nf4_patch.tools.matmul import Functions
-from nf4_patch.tools.patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
+from nf4_patch.libraries.unsloth import MODULE as UNSLOTH_MODULE
+from nf4_patch.tools.patch import dequantize_4bit, from_unsloth, original
 
 UNSLOTH_CTYPES = "Unsloth ctypes"
 UNSLOTH_TRITON = "Unsloth Triton"

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 import nf4_patch
 from benchmarks import bits, main
 from benchmarks.baselines import baselines
+from benchmarks.products import subject_of
 from benchmarks.record import BITSANDBYTES, OURS, Row
+from benchmarks.timing import Times
 from nf4_patch.nf4.runtime import same_bits
-from nf4_patch.tools.matmul import subject_of
 from nf4_patch.tools.report import Progress
-from nf4_patch.tools.timing import Times
 
 METHOD = "The public NF4 challenge: checks during the warm-ups, a synchronize after every call, both orders, medians."
 # (hidden, intermediate, seed, dtype, batch, length)

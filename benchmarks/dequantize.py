@@ -27,14 +27,14 @@ import nf4_patch
 from benchmarks import bits, challenge, main
 from benchmarks.baselines import baselines
 from benchmarks.models import LLAMA_8B, MODELS, projections, training_dtype
+from benchmarks.products import Functions, Packed, random_weights, subject_of
 from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row
+from benchmarks.timing import Call, alternating, gpu_times, over, rotation
 from nf4_patch.cache.store import cache
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
-from nf4_patch.tools.matmul import Functions, Packed, random_weights, subject_of
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import NotAvailable, Progress
-from nf4_patch.tools.timing import Call, alternating, gpu_times, over, rotation
 
 METHOD = {
     "dequantize": "GPU time of one call: medians of alternating CUDA-graph replays over weights that overflow the L2 cache. "

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from benchmarks import main
 from benchmarks.matmul import fused_matmul_hits
 from benchmarks.models import LLAMA_8B, build_4bit, config_of
+from benchmarks.products import error, exact
 from benchmarks.record import OURS, RATE, Check, Row, accuracy
+from benchmarks.timing import Times, alternating, capture
 from nf4_patch.patching.quant_state import weight_of
-from nf4_patch.tools.matmul import error, exact
 from nf4_patch.tools.patch import dequantize_4bit, patch
 from nf4_patch.tools.report import Progress
-from nf4_patch.tools.timing import Times, alternating, capture
 
 STOCK = "stock"
 LAYERS = 8

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, config_of
-from benchmarks.timing import kernels, machine
+from benchmarks.products import error, exact
+from benchmarks.timing import Call, capture, gpu_times, kernels, machine
 from nf4_patch.matmul import adapter as launches
 from nf4_patch.matmul.choice import config_for
 from nf4_patch.patching.quant_state import weight_of
-from nf4_patch.tools.matmul import error, exact
 from nf4_patch.tools.patch import patch
-from nf4_patch.tools.timing import Call, capture, gpu_times
 
 SIDES = ("bnb", "auto", "auto plain", "dense", "enable", "bnb plain", "enable plain")  # plain: without the adapter
 MEASURED = ("steps", "compiled", "generate", "kernels")

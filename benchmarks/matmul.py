@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from benchmarks import main
 from benchmarks.models import LLAMA_8B, projections, training_dtype
+from benchmarks.products import DEQUANTIZE, Functions, Weights, gemv, multiply, others, require_gemm
 from benchmarks.record import BITSANDBYTES, OURS, Check, Row, accuracy
+from benchmarks.timing import gpu_times, over
 from nf4_patch.patching.counters import counters
-from nf4_patch.tools.matmul import DEQUANTIZE, Functions, Weights, gemv, multiply, others, require_gemm
 from nf4_patch.tools.patch import dequantize_4bit, patch
 from nf4_patch.tools.report import Progress
-from nf4_patch.tools.timing import gpu_times, over
 
 THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 DENSE = "dense"

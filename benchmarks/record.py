@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.timing import Times
+from nf4_patch.matmul.measurement import SLACK
 from nf4_patch.tools import report
-from nf4_patch.tools.matmul import BITSANDBYTES, OURS, SLACK
-from nf4_patch.tools.timing import Times
 
+OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNPATCHED = "unpatched"  # the same code with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject, in contrast to wall-clock time
 RATE = "tokens/s"  # the only unit where more is better

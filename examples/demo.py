@@ -48,7 +48,18 @@ def train(folder: str, steps: int, patched: bool) -> dict:
     print(f"training {NAMES[patched]}", flush=True)
     script, file = Path(__file__).with_name("qlora_peft.py"), Path(folder, "record.json")
     # eager, because the backward of a fused attention does not always add in the same order
-    options = ("--model", folder, "--steps", str(steps), *BATCH, "--attention", "eager", "--json", str(file))
+    options = (
+        "--model",
+        folder,
+        "--steps",
+        str(steps),
+        *BATCH,
+        "--same-bits",
+        "--attention",
+        "eager",
+        "--json",
+        str(file),
+    )
     environment = ENVIRONMENT | ({} if patched else {"NF4_PATCH": "0"})
     if subprocess.run([sys.executable, script, *options], env=environment, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"Failed: the training {NAMES[patched]} ended with an error")

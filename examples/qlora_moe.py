@@ -11,6 +11,7 @@ python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --adamw-8bit            # 17 + 3.9: fits into 24
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048                         # 17 + 5.1: needs 32 or more
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --offload 6GiB          # fits into 24, see docs/offload.md
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --adamw-8bit --offload 6GiB   # fits into 16
 
 The script needs transformers 5.17 and peft 0.17, or newer.
 """
@@ -43,7 +44,7 @@ parser.add_argument(
 parser.add_argument(
     "--offload",
     metavar="SIZE",
-    help="keep at most this much of the packed experts on the GPU: 6GiB, or all for none of them",
+    help="keep at most this much of the packed experts on the GPU: 6GiB, or all for none of them; ignored on a CPU",
 )
 parser.add_argument("--packed", metavar="FOLDER", help="save the packed model, for more training or a merge")
 parser.add_argument("--out", metavar="FOLDER", help="save the adapter; merge_adapter.py merges it into the weights")
@@ -53,7 +54,7 @@ args = parser.parse_args()
 if args.liger_loss:
     require_liger(parser)
 
-nf4_patch.enable(experts="4bit", offload=args.offload)
+nf4_patch.enable("fast", experts="4bit", cache="off", offload=args.offload)  # no cache, because the model fills the GPU
 
 device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(), checkpoint(args.model, args.size)
 in_4_bits = BitsAndBytesConfig(

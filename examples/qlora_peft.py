@@ -2,6 +2,7 @@
 
     python examples/qlora_peft.py                                 # a small random Llama, no network
     python examples/qlora_peft.py --model meta-llama/Llama-3.2-1B # a real one
+    python examples/qlora_peft.py --same-bits                     # plain enable(): losses and adapter keep their bits
     NF4_PATCH=0 python examples/qlora_peft.py                     # the same training without the patch
 """  # fmt: skip
 
@@ -27,11 +28,12 @@ parser.add_argument(
     "--attention", help="attention of transformers; eager adds in a fixed order in the backward, the default is faster"
 )
 parser.add_argument("--cache", help="memory for dequantized weights: auto, or a size such as 6GiB")
+parser.add_argument("--same-bits", action="store_true", help='enable() instead of enable("fast")')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable(cache=args.cache)
+nf4_patch.enable(None if args.same_bits else "fast", cache=args.cache)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)

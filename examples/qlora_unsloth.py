@@ -2,10 +2,8 @@
 
     python examples/qlora_unsloth.py                                    # a small random Llama, no network
     python examples/qlora_unsloth.py --model unsloth/Llama-3.2-1B       # a real one
-    NF4_PATCH_GRAPHS=auto python examples/qlora_unsloth.py --graphs     # with layers as CUDA graphs
+    python examples/qlora_unsloth.py --same-bits                        # plain enable(), whose results are bit-identical
 """  # fmt: skip
-
-import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
 
 import unsloth  # isort: skip (before transformers, peft and trl)
 
@@ -23,10 +21,13 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="size of a ran
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
-parser.add_argument("--graphs", action="store_true", help="pad to few lengths, so that CUDA graphs are replayed")
+parser.add_argument("--same-bits", action="store_true", help='enable() instead of enable("fast")')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
+profile = None if args.same_bits else "fast"
+
+import nf4_patch; nf4_patch.enable(profile)  # fmt: skip  # the one line
 
 dtype = compute_dtype()
 model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
@@ -52,7 +53,8 @@ trainer = SFTTrainer(
         per_device_train_batch_size=args.rows,
         gradient_accumulation_steps=1,
         max_length=args.tokens,
-        **({"padding_free": False, "pad_to_multiple_of": 64} if args.graphs else {}),
+        padding_free=False,
+        pad_to_multiple_of=64,  # few lengths, so that CUDA graphs are replayed
         learning_rate=1e-3,
         bf16=str(dtype) == "torch.bfloat16",
         fp16=str(dtype) == "torch.float16",

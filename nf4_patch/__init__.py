@@ -1,7 +1,7 @@
-"""Run fused Triton kernels inside bitsandbytes and Unsloth for 4-bit fine-tuning.
+"""Faster QLoRA training in less GPU memory, for peft, TRL and Unsloth, with one line of code.
 
 >>> import nf4_patch
->>> nf4_patch.enable("fast")  # or NF4_PATCH=fast in the environment; enable() keeps every bit
+>>> nf4_patch.enable("fast")  # or NF4_PATCH=fast in the environment; only plain enable() keeps every bit
 
 Importing this module is cheap: torch, triton and the patched libraries are imported only when needed.
 """
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import libraries as libraries
 from . import options as options
 from .version import __version__ as __version__
 

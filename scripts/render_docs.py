@@ -12,21 +12,25 @@ writes each data file. A record is a flat dict: a row of a data file, or one sid
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from nf4_patch.patching.config import VARIABLES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools import cli, doctor
+from nf4_patch.tools import advice, cli, doctor
 
 DATA = ROOT / "docs" / "data"
 GPUS = ("H200", "H100")
@@ -67,7 +71,7 @@ def load(name: str) -> Any:
 def records(name: str, **where: Any) -> list[Record]:
     """Return the records of NAME-GPU.json that have the values of ``where``. The first of GPUS with such a file counts.
 
-    The field ``origin`` is a line with the GPU, the data file and the releases.
+    The field ``origin`` has the GPU, with the releases if they are not those of ``measured``, and a link to the data file.
     """
     files = {gpu: f"{name}-{gpu.lower()}.json" for gpu in GPUS}
     gpu = next((gpu for gpu, file in files.items() if (DATA / file).exists()), GPUS[0])
@@ -77,10 +81,30 @@ def records(name: str, **where: Any) -> list[Record]:
         for row in timed:
             names = sorted(row["median"], key=lambda side: side != OURS)
             rows += [side_of(row, side) | {"section": section} for side in names]
-    releases = ", ".join(f"{name} {release}" for name, release in machine["releases"].items() if name in RELEASES)
-    origin = f"**{gpu}** ([{file}](data/{file}) of {machine['date']} with {releases}):"
-    common = {"gpu": gpu, "machine": machine, "origin": f"{origin}\n\n"}
+    others = "" if releases_of(machine) == usual_releases() else f" with {releases_of(machine)}"
+    common = {"gpu": gpu, "machine": machine, "origin": (f"{gpu}{others}", f"[{file}](data/{file})")}
     return [row | common | {"words": WORDS.get(row.get("side"))} for row in rows if where.items() <= row.items()]
+
+
+def releases_of(machine: Record) -> str:
+    return ", ".join(f"{name} {release}" for name, release in machine["releases"].items() if name in RELEASES)
+
+
+def usual_releases() -> str:
+    """Return the releases with which most data files were measured."""
+    return Counter(releases_of(machine) for machine in machines()).most_common(1)[0][0]
+
+
+def machines() -> list[Record]:
+    data = [load(file.name) for gpu in GPUS for file in DATA.glob(f"*-{gpu.lower()}.json")]
+    return [each["machine"] for each in data if "releases" in each.get("machine", ())]
+
+
+def measured() -> str:
+    """Return the caption of all tables of a page."""
+    found = [machine for machine in machines() if releases_of(machine) == usual_releases()]
+    first, *_, last = sorted(machine["date"] for machine in [*found, *found])
+    return f"from {first} to {last} with {usual_releases()}"
 
 
 def side_of(row: Record, side: str) -> Record:
@@ -114,7 +138,7 @@ def pivot(
     behind: int = 0,
     joint: str = " / ",
 ) -> str:
-    """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the records' origins.
+    """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the data files.
 
     Args:
         rows: heading -> format of a record, for the columns of the key.
@@ -133,7 +157,10 @@ def pivot(
     ]
     head, *lines = ("| " + " | ".join(line).replace("|  ", "| ") + " |" for line in body)
     rule = "|" + "---|" * (len(rows) + len(headings))
-    origins = "".join(dict.fromkeys(record.get("origin", "") for record in found))
+    files = dict[str, dict[str, None]]()
+    for machine, link in (record["origin"] for record in found if record.get("origin")):
+        files.setdefault(machine, {})[link] = None
+    origins = "".join(f"{machine}, {', '.join(links)}:\n\n" for machine, links in files.items())
     return origins + re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([head, rule, *lines]))
 
 
@@ -165,6 +192,14 @@ PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / 64 / 256  # per weight: the code, absmax in 
 ALL = {"offload": "all", "rank": 16, "attention_only": False, "tokens": 2048}  # all packed experts in host memory
 
 
+OFFLOADED = {"model": "Qwen3-30B-A3B", "rank": 16, "attention_only": False, "optimizer": "adamw8bit"}
+OFFLOAD = {
+    "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
+    "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
+    "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}", "in host memory, GB": "{experts_gb:.1f}",
+}  # fmt: skip
+
+
 def offload(**where: Any) -> list[Record]:
     """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
 
@@ -192,37 +227,78 @@ def figure(text: str, **where: Any) -> str:
     return text.format_map(offload(**{"model": "Qwen3-30B-A3B"} | ALL | where)[0])
 
 
-LIGER, CACHE = "and `use_liger_kernel=True`", '`enable(cache="auto")`'
-STATIC = '`enable(matmul="auto", graphs="auto")` and `cache_implementation="static"`'
+EXPERTS, LAYERS = "`experts`, `lora`, `graphs`, Liger", "`lora`, `graphs`, Liger"
+STATIC = "`matmul`, `graphs`, a static cache"
 OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
-GAINS: list[tuple[str, str, str, Callable[[], list[Record]]]] = [  # what is trained, what to type, compared with, records
-    ("a mixture, LoRA on experts", f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}', "peft, experts in 16 bits",
-     partial(speedups, "recipe-moe", "graphs", "16-bit experts")),
-    ("the same mixture", "the same", "Unsloth", partial(speedups, "recipe-moe", "graphs", "unsloth")),
-    ("a dense model, TRL", f'`enable(lora="fused", graphs="auto")` {LIGER}', "a plain script",
-     partial(speedups, "recipe-16", "graphs", "peft")),
-    ("the same dense model", "the same", "Unsloth", partial(speedups, "recipe-16", "graphs", "unsloth")),
-    ("Unsloth, a dense model", '`enable(graphs="auto")`', "no patch",
-     partial(speedups, "recipe-16", *OFFLOADING)),
-    ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
-    ("peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
-    ("Llama-3.2-1B, TRL", f'`enable(lora="fused", graphs="auto")` {LIGER}', "a plain script",
-     partial(speedups, "recipe-1b", "graphs", "peft")),
-    ("Llama-3.2-1B", "the same", "Unsloth", partial(speedups, "recipe-1b", "graphs", "unsloth")),
-    ("Unsloth, a mixture", '`enable(graphs="auto")`', "no patch", partial(speedups, "recipe-moe", *OFFLOADING)),
-    ("peft or TRL, memory to spare", CACHE, "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
-    ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "bitsandbytes, peft",
-     partial(rollouts, "graphs", "bitsandbytes and peft")),
-    ("4-bit generation, compiled, 1 / 8 / 32 sequences", '`enable(matmul="auto")`', "bitsandbytes",
-     partial(records, "generate", side="stock", setting="compiled")),
-]  # fmt: skip
+BLOCK_GRAPHS = "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`"
+GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: what runs, what to type, compared with, records
+    "mixture": ("mixture, 2 layers, LoRA on experts", EXPERTS, "peft, experts in 16 bits",
+                partial(speedups, "recipe-moe", "graphs", "16-bit experts")),
+    "mixture-unsloth": ("the same", "the same", "Unsloth", partial(speedups, "recipe-moe", "graphs", "unsloth")),
+    "dense-liger": ("dense, 4 layers, TRL with Liger", LAYERS, "the same without nf4_patch",
+                    partial(speedups, "recipe", "graphs", "liger")),
+    "dense-unsloth": ("dense, 16 layers", LAYERS, "Unsloth, its defaults",
+                      partial(speedups, "recipe-16", "graphs", "unsloth, offloading")),
+    "dense-block": ("the same", "the same", BLOCK_GRAPHS, partial(speedups, "recipe-16", "graphs", "unsloth, block graphs")),
+    "dense": ("dense, 16 layers, TRL", LAYERS, "a plain script, without Liger", partial(speedups, "recipe-16", "graphs", "peft")),
+    "unsloth": ("Unsloth, its defaults, dense, 16 layers", "`graphs`", "no patch",
+                partial(speedups, "recipe-16", *OFFLOADING)),
+    "generation": ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
+    "bits": ("dense, 4 layers, peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
+    "small": ("Llama-3.2-1B, TRL", LAYERS, BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
+    "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
+                        partial(speedups, "recipe-moe", *OFFLOADING)),
+    "cache": ("dense, 4 layers, TRL, memory to spare", "`cache`", "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
+    "generation-compiled": ("4-bit generation, compiled, 1 / 8 / 32 sequences", "`matmul`", "bitsandbytes",
+                            partial(records, "generate", side="stock", setting="compiled")),
+}  # fmt: skip
 
 
-def gains(count: int | None = None) -> str:
-    """Return the table of the first ``count`` rows of GAINS, or of all."""
-    found = (record | {"gain": gain, "origin": ""} for gain in GAINS[:count] for record in gain[-1]())
-    rows = {"training": "{gain[0]}", "compared with": "{gain[2]}", "GPU": "{gpu}", "what to type": "{gain[1]}"}
-    return pivot(found, rows, {"{clock}": "{speedup}"}, behind=2)
+def gains(*keys: str, typed: bool = False) -> str:
+    """Return the table of these rows of GAINS, with what was ``typed`` or without."""
+    rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({"what was on": "{gain[1]}"} if typed else {})
+    found = [record | {"gain": GAINS[key], "origin": ""} for key in keys for record in GAINS[key][-1]()]
+    (gpu,) = {record["gpu"] for record in found}
+    return pivot(found, {heading or f"{gpu}, random weights": form for heading, form in rows.items()},
+                 {"{clock}": "{speedup}"}, behind=int(typed))  # fmt: skip
+
+
+def gain(key: str, where: str = "of wall-clock time") -> str:
+    """Return a row of GAINS as words."""
+    _, _, other, found = GAINS[key]
+    wall = [record for record in found() if record["clock"] == WALL_TIME]
+    return f"{' / '.join(record['speedup'] for record in wall)} {where}, compared with {other}"
+
+
+def peak(share: str, rank: int = 16) -> Callable[[], str]:
+    text = f"Qwen3-30B-A3B, LoRA r = {rank}: peak {{training_gb:.1f}} GB"
+    return partial(figure, text, offload=share, rank=rank)
+
+
+EXPECTED: dict[str, Callable[[], str]] = {  # key of an advice -> what to expect
+    "dense": lambda: gain("dense-liger"),
+    "unsloth": lambda: gain("unsloth"),
+    "mixture": lambda: f"{gain('mixture')}. Qwen3-30B-A3B takes {figure('{packed_gb:.0f} GB instead of {dense_gb:.0f}')}",
+    "mixture-24": peak("off"), "mixture-16": peak("6GiB"), "mixture-12": peak("3GiB"), "mixture-8": peak("all", 8),
+    "old": lambda: "graphs stay off; not measured",
+    "generation": lambda: gain("generation", "with 8 / 32 sequences"),
+    "bits": lambda: "GPU time: " + " / ".join(r["speedup"] for r in GAINS["bits"][-1]() if r["clock"] == GPU_TIME),
+    "none": lambda: "no gain",
+}  # fmt: skip
+
+
+def what_to_type(*keys: str) -> str:
+    """Return the table of advice with these keys, or of all advice with what to expect."""
+    rows = {"your model": "{model}", "your GPU": "{gpu}", "what to type": "{typed}"}
+    shown = [
+        row._asdict() | {
+            "typed": row.line if row.line == "nothing" else f"`{row.line}`", "expected": EXPECTED[row.key](),
+            "also": "the same" if row.also == before.also != "" else
+                    ", ".join(f"`{each}`" if "=" in each else each for each in row.also.split(", ") if each),
+        }
+        for before, row in itertools.pairwise([advice.DENSE._replace(also=""), *advice.TABLE]) if not keys or row.key in keys
+    ]  # fmt: skip
+    return pivot(shown, rows if keys else rows | {"also set": "{also}", "what to expect": "{expected}"})
 
 
 def requirements() -> str:
@@ -233,11 +309,20 @@ def requirements() -> str:
     return "\n".join([f"These releases were tested together on an {gpu}:\n\n```text", *pins, "packaging", "click\n```"])
 
 
+def releases_run() -> str:
+    """Return the table of the releases of each library in releases.json."""
+    run = [run["releases"] for run in load("releases.json")]
+    found = {name: {each[name].partition("+")[0] for each in run if each.get(name)} for name in (*RELEASES, "wrapt")}
+    rows = ({"name": name, "releases": ", ".join(sorted(each, key=Version))} for name, each in found.items())
+    return pivot(rows, {"library": "{name}", "releases": "{releases}"})
+
+
 def sample_of_doctor() -> str:
     """Return the first lines of ``nf4-patch doctor`` for the GPU and the releases of a measured step."""
     gpu, machine = itemgetter("gpu", "machine")(records("recipe")[0])
     installed = {name: release for name, release in machine["releases"].items() if not name.startswith("unsloth")}
-    lines = doctor.lines_to_type(installed, [divmod(int(machine["capability"]), 10)])
+    capability, memory = divmod(int(machine["capability"]), 10), records("offload")[0]["gpu_bytes"] / 2**30
+    lines = doctor.lines_to_type(installed, [doctor.Gpu(0, gpu, capability, memory)])
     text = "\n".join(doctor.DoctorReport("", installed, [], "", [], [], [], lines).render())
     return f"On an {gpu} it says:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
 
@@ -245,29 +330,31 @@ def sample_of_doctor() -> str:
 def install() -> str:
     """Return the installation command, and with a repository in pyproject.toml, a badge that opens the notebook."""
     (repository,) = re.findall(r'^repository = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    libraries = "bitsandbytes peft transformers trl liger-kernel"
     if not repository:
-        return "```bash\npip install .    # in a clone, because nf4_patch is not on PyPI\n```"
+        return f"```bash\npip install . {libraries}    # in a clone; downloads 5.4 GB, with CUDA's PyTorch\n```"
     notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
+    return f"```bash\npip install git+{repository} {libraries}    # downloads 5.4 GB, with CUDA's PyTorch\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
-def sides(name: str, heading: str, **where: Any) -> str:
-    """Return the table of a benchmark with a row per subject and a column per side."""
+def sides(name: str, heading: str, only: Container[int] | None = None, **where: Any) -> str:
+    """Return the table of a benchmark with a row per subject and a column per side, of weights with ``only`` these sizes."""
     found = [record for record in records(name, **where) if "fp16" not in record["subject"]]
+    if only is not None:
+        found = [row for row in found if all(int(size) in only for size in re.findall(r"\d{3,}", row["subject"]))]
     return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
 
 
 UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_ms:.1f}}{UNBROKEN}{{gpu_ms:.1f}}"}
-CHECKPOINTS = {  # Unsloth's sides by checkpoint: PyTorch's, and Unsloth's, which moves inputs of layers to host memory
-    "unsloth": "`True`", "unsloth, graphs": '`True`, `enable(graphs="auto")`', "unsloth, offloading": '`"unsloth"`',
-    "unsloth, offloading, graphs": '`"unsloth"`, `enable(graphs="auto")`',
-}  # fmt: skip
-GRAPHS = {side: WORDS[side] for side in ("unsloth", "unsloth, graphs", "unsloth, block graphs")}
+# rows of a table, as far as they were measured
+DENSE_SIDES = ["peft", "patch", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading",
+               "unsloth, offloading, graphs", "unsloth, block graphs", "unsloth, best"]  # fmt: skip
+MIXTURE_SIDES = ["16-bit experts", *DENSE_SIDES[1:]]
 ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
-GRAPHS |= {"fused": "without graphs", "graphs": '`graphs="auto"`'}
+GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
 def steps(name: str, row: str, memory: str) -> str:
@@ -283,9 +370,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
         (run | dict.fromkeys((*RELEASES, "wrapt"), "") | run["releases"] for run in load("releases.json")),
         {"on": "{place}", "run": "{cell}", **{name: f"{{{name}}}" for name in (*RELEASES, "wrapt")},
          "result": "{result}"}),
-    "first-gains": partial(gains, 7),
-    "gains": gains,
+    "releases-run": releases_run,
+    "first-gains": partial(gains, "mixture", "mixture-unsloth", "dense-liger", "dense-unsloth", "dense-block"),
+    "first-advice": partial(what_to_type, "dense", "mixture-24", "mixture-16"),
+    "advice": what_to_type,
+    "measured": measured,
+    "noise": lambda: f"less than {1 + WALL_NOISE:.1f}×",
+    "gains": partial(gains, *[*GAINS][:9], typed=True),
+    "gains-more": partial(gains, *[*GAINS][9:], typed=True),
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
+    "dequantize-llama": partial(sides, "bench", "µs", {1024, 4096, 14336}, section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
     "host": partial(sides, "bench", "µs", section="host"),
     "challenge": partial(sides, "challenge", "s", subject="total"),
@@ -301,18 +395,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "experts-4bit": lambda: pivot(
         records("step-experts-4bit", section="frozen experts"),
         {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
-    "graphs": lambda: pivot(
-        [row | {"words": GRAPHS[row["side"]]} for name in ("recipe-1b", "recipe", "recipe-16", "recipe-moe")
-         for row in records(name) if row["side"] in GRAPHS],
-        {STEP: "{model}, {layers} layers: {words}"}, STEPS),
+    "recipes": lambda: pivot(
+        [row for name, sides in (("recipe", DENSE_SIDES), ("recipe-moe", MIXTURE_SIDES))
+         for row in sorted(records(name), key=lambda row: sides.index(row["side"]) if row["side"] in sides else -1)
+         if row["side"] in sides],
+        {STEP: "{model}, {layers} layers: {words}"}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN),
     "lengths": lambda: pivot(
         [row | {"words": GRAPHS[row["side"]], "to": "not set" if row["pad_to"] == 1 else f"`{row['pad_to']}`"}
          for row in records("lengths")],
         {"`pad_to_multiple_of=`": "{to}", "different lengths": "{lengths}", "ms per step": "{words}"}, {"epoch {epoch}": "{step_ms:.1f}"}),
-    "unsloth-checkpoint": lambda: pivot(
-        [row | {"words": CHECKPOINTS[row["side"]]} for name in ("recipe", "recipe-16", "recipe-moe")
-         for row in records(name) if row["side"] in CHECKPOINTS],
-        {f"`use_gradient_checkpointing=`, {STEP}": "{model}, {layers} layers: {words}"}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN),
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")},
     "rollouts": lambda: pivot(
@@ -330,12 +421,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "GB": "{model}", "model in 16 bits": "{dense_gb:.0f}", "packed model": "{packed_gb:.0f}",
         "packed experts": "{experts_gb:.1f}", "adapters in bf16": "{adapters_gb:.1f}",
         'peak of a step with `offload="all"`': "{training_gb:.1f}"}),
-    "offload": lambda: pivot(offload(), {
-        "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}",
-        "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
-        "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
-        "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}",
-        "in host memory, GB": "{experts_gb:.1f}"}),
+    "offload": lambda: pivot(offload(**OFFLOADED), {"tokens": "{tokens:,}", **OFFLOAD}),
+    "offload-all": lambda: pivot(offload(), {
+        "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}", **OFFLOAD}),
     "wait": lambda: " ms instead of ".join(
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
@@ -374,11 +462,17 @@ def part(match: re.Match[str]) -> str:
     return f"<!-- {name}{table} -->{newline}{BLOCKS[name]()}{newline}<!-- /{name} -->"
 
 
+def rendered(page: Path) -> str:
+    """Return the text of a page, up to date. Pages in docs/data are next to the data files."""
+    text = PART.sub(part, page.read_text())
+    return text.replace("](data/", "](") if page.parent == DATA else text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, list outdated pages")
     check = parser.parse_args(arguments).check
-    outdated = {page: new for page in PAGES if (new := PART.sub(part, page.read_text())) != page.read_text()}
+    outdated = {page: new for page in PAGES if (new := rendered(page)) != page.read_text()}
     for page, text in outdated.items():
         print("outdated:" if check else "written:", page.relative_to(ROOT))
         if not check:

@@ -207,6 +207,7 @@ class Activations:
 
 
 activations = Activations()
+fallbacks = Fallbacks("activations")  # not under the target's name, which counts for graphs
 switch.follow(lambda config: activations.configure(switch.value("activations")))
 
 
@@ -326,16 +327,18 @@ def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, record: Record) -> Reason | None:
     """Return the Reason why this call of a layer has to run with its checkpoint, or None if its activations may be kept."""
-    if checkpoint is None or checkpoint.saves_on_host or not checkpoint.preserves_rng:
+    if checkpoint is None or (checkpoint.offloads and x.dtype is torch.float32):  # Unsloth rounds it to bf16
         return Reason.ACTIVATIONS_CHECKPOINT
-    if checkpoint.offloads and x.dtype is torch.float32:  # Unsloth rounds it to bf16
+    if context.backward_in_progress() != -1 or context.watched() is not None or runtime.is_capturing():
+        return Reason.ACTIVATIONS_HOOKED
+    return why_not_unwatched(x, args, kwargs, checkpoint, record)
+
+
+def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint, record: Record) -> Reason | None:
+    """Return the same for a call in an ordinary forward, under a checkpoint that changes no dtype."""
+    if checkpoint.saves_on_host or not checkpoint.preserves_rng:
         return Reason.ACTIVATIONS_CHECKPOINT
-    if (
-        context.saved_tensors_hooks(False) is not None
-        or context.backward_in_progress() != -1
-        or context.watched() is not None
-        or runtime.is_capturing()
-    ):
+    if context.saved_tensors_hooks(False) is not None:
         return Reason.ACTIVATIONS_HOOKED
     if record.is_sharded or record.has_state:
         return Reason.ACTIVATIONS_LAYER
@@ -354,13 +357,12 @@ def note(layer: nn.Module, x: Tensor, why: Reason | None, size: int) -> None:
     if why is None:
         counters.uses_of("activations").hits += 1
     else:
-        Fallbacks("activations").count(why)
+        fallbacks.count(why)
 
 
 def kept(target: Target, original: Function) -> Function:
     """Make the replacement for ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
     uses = counters.uses_of("activations")
-    fallbacks = Fallbacks("activations")  # not under the target's name, which counts for graphs
 
     def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = (partial(original, self, *args, **kwargs),)

@@ -45,7 +45,6 @@ def lines(status: ActivationsStatus) -> list[str]:
     return found
 
 
-# The function that this option replaces is a row of GRAPHS, because both options replace it.
 ACTIVATIONS = Option(
     "NF4_PATCH_ACTIVATIONS", ("off", "auto"), "off",
     "Decoder layers under gradient checkpointing keep their activations instead of computing them twice, while memory is spare. "

@@ -14,20 +14,17 @@ UNSPLIT = 20 * MIB
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return the settings of PyTorch's own CUDA allocator (PYTORCH_CUDA_ALLOC_CONF), or {} if another one is in use."""
+    """Return PYTORCH_CUDA_ALLOC_CONF's settings, or {} if another allocator than PyTorch's is in use."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
 
 
 def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
-    """Return the most bytes that the allocator takes for a tensor of ``nbytes`` bytes.
-
-    The allocator rounds the size up. If it takes a larger block, a small remainder of the block may stay unused.
+    """Return the most bytes that the allocator takes for ``nbytes``: rounded up, plus the unused remainder of a larger block.
 
     Args:
-        known: the allocator's settings, by default the current ones. Two of them matter: ``roundup_power2_divisions``,
-            whose keys are sizes in MiB, and ``max_split_size`` in bytes.
+        known: the allocator's settings: ``roundup_power2_divisions``, by size in MiB, and ``max_split_size`` in bytes.
     """
     if known is None:
         known = settings() if torch.cuda.is_initialized() else {}

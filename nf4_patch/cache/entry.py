@@ -21,20 +21,14 @@ def nobody() -> None:
 
 
 class CacheEntry:
-    """The dense copy of a packed weight.
-
-    A cache entry keeps the dense copy and the storages of the scales alive. It has only weak references to the packed
-    parameter and its storage.
-    """
+    """Dense copy of a packed weight. Keeps the storages of the scales alive, but not the packed parameter and its storage."""
 
     # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy
     views: tuple[Tensor, Tensor] | None = None
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight's tensors and versions.
-
-        The caller decodes the weight afterwards, so a write during the decoding makes the entry invalid.
+        """Record the weight's tensors and versions before the decoding, so that a write during it makes the entry invalid.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
@@ -63,18 +57,11 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release the dense copy and the tensors of the packed weight.
-
-        ``size`` and ``dense_memory`` stay, because a caller may still use the dense copy. Until it is freed, its memory
-        counts against the budget of the cache.
-        """
+        """Release the tensors. ``size`` and ``dense_memory`` stay: memory counts until the last caller frees the dense copy."""
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy, or None if it is not valid for this weight.
-
-        The copy is valid if it was decoded from exactly these tensors, and neither they nor the copy were written to
-        since then. Equal addresses would not prove that, because addresses are reused.
+        """Return the dense copy if it came from exactly these tensors, and none of them nor the copy was written to. Addresses get reused.
 
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
@@ -105,17 +92,14 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's key in the cache: the id of its parameter, its position and size in it, and its dtype.
+    """Return the weight's key: the id of its parameter, its position and size there, and its dtype.
 
-    A weight and its transpose have the same key. Replacing the parameter's ``.data`` does not change the key.
+    A transposed weight has the same key. Replacing the parameter's ``.data`` does not change it.
     """
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the addresses of the weight's tensors, and its other fields. A valid cache entry has the same fingerprint.
-
-    A weight and its transpose have the same fingerprint, too.
-    """
+    """Return the addresses of the weight's tensors and its other fields. A weight and its transpose have the same fingerprint."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

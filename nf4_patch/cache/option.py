@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import enum
-import functools
 import sys
 from dataclasses import dataclass, field
 
 from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
-from ..patching.target import ANY, Target
-
-TESTED_AUTOGRAD = ("0.49.2", "0.50.2")
-TESTED_TORCH = ("2.11.0", "2.13.0")
-
-CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may come from the cache")
 
 
 class Uncached(enum.Enum):
-    """The reasons why the cache did not serve a read, so that the weight was dequantized."""
+    """Reasons why the cache did not serve a read."""
 
     BUDGET_SPENT = "the budget has no room for the weight"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
@@ -57,7 +50,7 @@ class CacheStatus:
 
 
 def report(mode: str | int) -> CacheStatus:
-    """Return the cache's status. If the cache is not imported yet, the status has only ``mode``, the option's value."""
+    """Return the cache's status, or only ``mode`` if the cache is not imported yet."""
     module = sys.modules.get(f"{__package__}.store")  # not imported here, because it imports torch
     found: CacheStatus = module.cache.snapshot() if module else CacheStatus(str(mode))
     return found
@@ -82,25 +75,5 @@ CACHE = Option(
     "Cache dequantized weights for functions that only read them. Results are bit-identical. A size limits the memory on "
     "every GPU; auto uses the memory that the training leaves free.",
     size=True, on="6GiB", fast="auto",
-    targets=(
-        CacheTarget(
-            "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
-            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.replacements:observed",
-            'the size of each batch, for cache="auto", with enable(cache=...) only',
-            uncounted="it only observes",
-        ),
-        CacheTarget(
-            "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
-            ANY, ".cache.replacements:getweakrefs",
-            "swaps of parameters whose weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",  # this module imports torch, so by then torch is imported completely
-        ),
-        CacheTarget(
-            "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,
-            ANY, ".cache.replacements:resize",
-            "storages that FSDP frees and refills while their weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",
-        ),
-    ),
     report=report, lines=lines, used=lambda cache: cache.hits,
 )  # fmt: skip

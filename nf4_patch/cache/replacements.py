@@ -24,10 +24,9 @@ def observed(target: Target, original: Function) -> Function:
 
 
 def getweakrefs(target: Target, original: Function) -> Function:
-    """Replace ``weakref.getweakrefs``, so that the cache first drops its own weak references to the tensor.
+    """Replace ``weakref.getweakrefs``, so that the cache first drops its weak references to the tensor.
 
-    ``torch.utils.swap_tensors`` calls ``getweakrefs``, and refuses a tensor that has weak references. ``swap_tensors``
-    itself cannot be replaced, because other modules may have imported it already.
+    ``torch.utils.swap_tensors`` calls it and refuses such tensors. Other modules might hold ``swap_tensors`` itself.
     """
 
     def attempt(object: Any, /) -> Any:
@@ -39,10 +38,9 @@ def getweakrefs(target: Target, original: Function) -> Function:
 
 
 def resize(target: Target, original: Function) -> Function:
-    """Replace ``UntypedStorage.resize_``, so that the cache first drops the weights that were decoded from the storage.
+    """Replace ``UntypedStorage.resize_``, so that the cache first drops what was decoded from the storage.
 
-    FSDP frees and refills storages with ``resize_``, which does not raise a version counter. Without this replacement,
-    the cache would return the old weight.
+    FSDP frees and refills storages with it, which does not raise a version counter.
     """
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:

@@ -1,11 +1,7 @@
 """The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
 
-Frozen weights do not change, but a training step decodes (dequantizes) each of them two or three times. The cache keeps
-the dense copies for callers that only read them. A weight is cached at its first read if there is room, and then stays
-in the cache. docs/notes/weight-cache.md compares this policy with others.
-
-Only weights of parameters are cached. Every read checks that the parameter, its version counter and its memory are
-still those from which the dense copy was decoded.
+It keeps dense copies of parameters for callers that only read them. A weight is cached at its first read if there is room, and
+then stays (docs/notes/weight-cache.md). Every read checks the parameter, its version counter and its memory.
 """
 
 from __future__ import annotations
@@ -47,8 +43,8 @@ class StaleWeightError(RuntimeError):
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Every change of the cache is made under ``lock``. When a tensor of a cached weight is freed, a callback runs at
-    once, even in the middle of a change. So the callback only frees the dense copy. The next change removes the entry.
+    Changes are made under ``lock``. A callback can run in the middle of one, when a tensor of a cached weight is freed. So the
+    callback only frees the dense copy, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -62,7 +58,6 @@ class Cache(dequantizer.Reader):
         self.death = object()  # a new object whenever a tensor or storage of a cached weight was freed
         self.settled_death = self.death  # the value of ``death`` when ``settle`` last removed entries
         self.storages: dict[int, StorageRecord] = {}  # records by the ``_cdata`` of the storage
-        self.generation = 0  # counts the changes that may have made room for more weights
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
@@ -72,10 +67,9 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Collect the cached weights that are read on this stream while a CUDA graph is captured.
+        """Collect the cached weights that are read on this stream while a CUDA graph is captured, and cache no new ones there.
 
-        During the capture no new weight is cached on this stream. The caller may replay the graph only as long as
-        ``CacheEntry.of`` still returns every collected weight.
+        The graph may be replayed only while ``CacheEntry.of`` still returns each of them.
         """
         try:
             self.pins = []
@@ -85,10 +79,7 @@ class Cache(dequantizer.Reader):
             self.pinning, self.pins = -1, []
 
     def invalidate(self, entry: CacheEntry) -> None:
-        """Free an entry's dense copy. The next change of the cache removes the entry.
-
-        This method runs when a tensor of the packed weight is freed. That may happen at any time, in any thread.
-        """
+        """Free an entry's dense copy. This runs at any time, in any thread, when a tensor of the packed weight is freed."""
         entry.views = None
         self.death = object()
 
@@ -98,26 +89,21 @@ class Cache(dequantizer.Reader):
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them.
-
-        If an interrupt (Ctrl-C) stops this method, the next call completes the work.
-        """
+        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them."""
         with self.lock:
             if (death := self.death) is not self.settled_death:
                 self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
                 self.settled_death = death
             for entry in self.dropped:
-                entry.empty()  # an interrupt may have stopped ``_drop`` before it did this
                 if entry.dense_memory.expired():
-                    # Both assignments are in one statement, so that an interrupt cannot come between them.
-                    self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
-                    self.generation += 1
+                    self.taken[entry.device] -= entry.size
+                    entry.size = 0
             self.dropped = [entry for entry in self.dropped if entry.size]
 
     # --- the budget ---
 
     def configure(self, mode: str | int) -> None:
-        """Set the mode: "off", "auto" or a number of bytes per device. A new mode starts with an empty cache."""
+        """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
         if mode != self.mode:
             with self.lock:
                 self.on, self.mode = False, ""  # if an interrupt stops this call, the next call starts over
@@ -128,26 +114,19 @@ class Cache(dequantizer.Reader):
                 self.auto = spare if mode == "auto" else None
                 if self.auto is not None:
                     spare.join(self.user)
-                self.generation += 1
                 self.on, self.mode = mode != "off", mode
 
     def set_budget(self, budget: int) -> None:
-        """Set the budget, in bytes per device. A budget of 0 drops every cached weight."""
+        """Set the budget in bytes per device. 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
-            self.generation += 1
             if not budget:
                 self.release()
 
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Return the dense weight from the cache. The caller must not write into it.
-
-        A weight that is not cached yet is decoded and cached, if the budget has room and ``why_not`` allows it.
-
-        Returns:
-            The dense weight. None if the caller has to decode the weight itself. A Reason if ``decode`` returned one.
+        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes. A Reason if ``decode`` returned one.
 
         Raises:
             StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
@@ -185,7 +164,7 @@ class Cache(dequantizer.Reader):
         return result
 
     def find(self, weight: PackedWeight) -> tuple[Tensor, CacheEntry] | None:
-        """Return a weight's dense copy and its cache entry, or None. An entry that is no longer valid is dropped."""
+        """Return a weight's dense copy and its entry, or None. Drop an entry that is no longer valid."""
         entry: CacheEntry | None = None
         try:
             memo = weight.memo()
@@ -204,7 +183,7 @@ class Cache(dequantizer.Reader):
         return None
 
     def why_not(self, weight: PackedWeight) -> Uncached | None:
-        """Return the reason why a weight on the GPU must not be cached, or None. The budget is not checked."""
+        """Return why a weight must not be cached, or None. The budget is not checked."""
         owner = weight.owner()
         if any(tensor.is_inference() for tensor in weight.tensors()):
             return Uncached.INFERENCE_TENSOR
@@ -223,7 +202,7 @@ class Cache(dequantizer.Reader):
         return why
 
     def insert(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode a weight and cache the result. If the weight cannot be cached, return None without decoding it."""
+        """Decode and cache a weight, or return None without decoding it."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
@@ -239,9 +218,7 @@ class Cache(dequantizer.Reader):
         return None
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode a weight and cache the result. Return None if the budget has no room.
-
-        If the decode runs out of memory with ``cache="auto"``, drop every cached weight and return None.
+        """Decode and cache a weight. Return None if the budget has no room, or if ``"auto"`` ran out of memory and dropped everything.
 
         Raises:
             OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
@@ -286,15 +263,15 @@ class Cache(dequantizer.Reader):
         # PyTorch 2.8 frees the Python object at every garbage collection, and PyTorch 2.13 before the storage expires.
         # So the callback drops nothing, and only makes ``settle`` check the storage.
         entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
-        self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
+        self.weights[entry.location] = entry
+        self.taken[entry.device] += entry.size
 
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry if it is in the cache. ``taken`` counts its dense copy until nothing uses the copy."""
+        """Remove an entry. ``taken`` counts its dense copy until nothing uses the copy."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
-        # After an interrupt below this line, the entry may be appended again. ``settle`` subtracts its size only once.
         self.dropped.append(entry)
         del self.weights[entry.location]
         entry.empty()
@@ -310,13 +287,13 @@ class Cache(dequantizer.Reader):
             self.settle()
 
     def release(self, condition: Callable[[CacheEntry], bool] = lambda entry: True) -> None:
-        """Drop the entries that meet the condition, by default all. Dense copies are freed once nothing uses them."""
+        """Drop the entries that meet the condition. Dense copies are freed once nothing uses them."""
         with self.lock:
             self._drop_where(condition)
             self.settle()
 
     def drop_storage(self, number: int, resized: bool = False) -> None:
-        """Drop the weights decoded from this storage. If it is ``resized``, its weights are never cached again."""
+        """Drop the weights decoded from this storage. If it is ``resized``, they are never cached again."""
         record = self.storages.get(number)
         if record is None or record.reference.expired():
             return
@@ -332,11 +309,10 @@ class Cache(dequantizer.Reader):
     # --- status ---
 
     def no_room(self) -> Uncached:
-        """Return the reason why there is no room: ``cache="auto"`` has no budget yet, or the budget is spent."""
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
-        """Return the status without taking the lock, because a signal handler may call this method during a change."""
+        """Return the status without the lock, because a signal handler might call this method during a change."""
         entries, taken = list(self.weights.values()), Counter[int]()
         for entry in dict.fromkeys((*entries, *self.dropped)):
             taken[entry.device] += 0 if entry.dense_memory.expired() else entry.size
@@ -354,11 +330,7 @@ class Cache(dequantizer.Reader):
         )
 
     def compare(self, cached: Tensor, decoded: Tensor) -> None:
-        """Check that a cached weight equals the decoded one.
-
-        Raises:
-            StaleWeightError: the bits differ. The cache is emptied first.
-        """
+        """Raise StaleWeightError if the bits differ, after emptying the cache."""
         if not runtime.same_bits(cached, decoded):
             self.release()
             raise StaleWeightError(
@@ -368,12 +340,10 @@ class Cache(dequantizer.Reader):
 
 
 class StorageRecord:
-    """The cache's record of a storage that holds packed bytes or scales of cached weights.
+    """Record of a storage with packed bytes or scales of cached weights.
 
-    Weights in two kinds of storage are not cached, because their version counters do not show every write:
-
-    * a storage that was resized with ``resize_``, as FSDP does to free and refill it,
-    * a storage that two parameters share, because a write through one does not raise the version counter of the other.
+    Version counters do not show every write if a storage was resized with ``resize_`` (FSDP), or if two parameters share it. Weights
+    in such storages are not cached.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
@@ -382,7 +352,7 @@ class StorageRecord:
         self.resized = self.aliased = False
 
     def why_not(self, owner: Tensor) -> Uncached | None:
-        """Return the reason why weights of the parameter ``owner`` must not be cached, or None."""
+        """Return why weights of the parameter ``owner`` must not be cached, or None."""
         known = self.owner()
         if known is None:
             self.owner = weakref.ref(owner)
@@ -393,8 +363,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    torch.compile warms up a CUDA graph on a side stream, and this warm-up also allocates from the graph's private pool.
-    So once Inductor's module for CUDA graphs is imported, the result is True on every side stream.
+    torch.compile warms a graph up on a side stream, in the graph's pool. So once Inductor's module for CUDA graphs is imported,
+    every side stream counts.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

@@ -326,9 +326,11 @@ class GraphedLayer:
         y = self.record_forward(work)
         with recorder.allocating():
             gradient = torch.empty_like(y)
-        launches = Launches()
+        before, launches = recorder.allocated(), Launches()
         self.second, (dx, flat) = recorder.record(lambda y: work.recompute_and_backward(y, gradient), self.first, y)
         self.hits_of_backward = launches.since()
+        if (stays := recorder.kept(before, *flat, *([] if dx is None else [dx]))) > 0:
+            raise Refusal(Reason.GRAPH_STATE, f"{stays} bytes stay allocated after its backward")
         self.hold(work, y)
         self.places = [work.trained[index] for index in work.used]
         self.parameters, self.dtypes = work.parameters, dtypes_of(work.parameters)

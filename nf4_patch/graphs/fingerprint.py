@@ -17,8 +17,13 @@ from ..patching.context import plain_methods
 from .own_code import Code
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
-# TRL sets a new checkpoint function after each generation. Every call of a layer checks this function anyway.
-SKIPPED = "_gradient_checkpointing_func"
+# SKIPPED: attributes that no replay depends on. TRL sets a new checkpoint function after each generation, and every call of a
+# layer checks it anyway. The others are those of ``generate()``.
+CHECKPOINT = "_gradient_checkpointing_func"
+SKIPPED = frozenset({
+    CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config", "_require_grads_hook",
+    "_require_grads_hooks",
+})  # fmt: skip
 # HOLDERS: modules of which only the children are compared, unless they have tensors of their own. A layer with peft has many.
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -47,6 +52,12 @@ def nested(values: Any) -> Iterator[Any]:
             yield from nested(value.values() if isinstance(value, dict) else value)
 
 
+def only_requires_gradient(hook: Any) -> bool:
+    """Return whether a hook only makes a result require a gradient. transformers adds one whenever it enables checkpointing."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_names == ("requires_grad_",)
+
+
 def weak(value: Any) -> Callable[[], Any]:
     """Return a weak reference to the value, or a strong one if Python has none for values of its class."""
     try:
@@ -73,8 +84,10 @@ class Fingerprint:
         compared = [m for m in modules if type(m) not in HOLDERS or m._parameters or m._buffers]
         self.compared = compared[1:]
         # A callable attribute may be a bound method of the layer. A strong reference to it would keep the layer alive.
-        self.own = {n: weak(v) for n, v in vars(layer).items() if callable(v) and n != SKIPPED}
+        self.own = {n: weak(v) for n, v in vars(layer).items() if callable(v) and n not in SKIPPED}
         self.of_layer = self.attributes_of(layer)
+        self.checkpointed = [m for m in self.compared if CHECKPOINT in vars(m)]  # in the record of a whole model
+        self.of_checkpointed = [*map(self.attributes_of, self.checkpointed)]
         self.types = [*map(type, compared)]
         attributes = chain.from_iterable(vars(module).items() for module in compared)
         within = list(nested(value for name, value in attributes if name not in STANDARD))
@@ -84,6 +97,10 @@ class Fingerprint:
         called = [type(module).forward is not nn.Module.forward for module in compared]
         hooks = [each for module in compress(compared, called) for each in HOOKS(module)]
         self.hooks = [each for each in hooks if each]
+        self.requiring = [each for each in hooks if any(map(only_requires_gradient, each.values()))]
+        self.hooks_besides = self.found_hooks_besides()
+        known = {*map(id, self.requiring)}
+        hooks = [each for each in hooks if id(each) not in known]
         children = [module._modules for module in modules]
         of_tensors: list[Any] = [d for module in compared for d in (module._parameters, module._buffers)]
         containers = [value for value in within if isinstance(value, CONTAINERS)]
@@ -93,7 +110,7 @@ class Fingerprint:
         self.changing: list[Any] = [*containers, *hooks, *children]  # what a call of the layer might change
         every = [
             *self.changing, *self.code.registries, *of_configs, *of_classes, *of_functions,
-            *map(vars, [*self.compared, *configs]), *self.code.spaces,
+            *map(vars, [*[m for m in self.compared if CHECKPOINT not in vars(m)], *configs]), *self.code.spaces,
         ]  # fmt: skip
         every = [*{id(each): each for each in every}.values()]
         self.watched = [each for each in every if each]
@@ -134,7 +151,10 @@ class Fingerprint:
 
     def attributes_of(self, layer: nn.Module) -> dict[str, Any]:
         """Return the layer's attributes that are compared, apart from those in ``own``."""
-        return {name: value for name, value in vars(layer).items() if name not in self.own and name != SKIPPED}
+        return {name: value for name, value in vars(layer).items() if name not in self.own and name not in SKIPPED}
+
+    def found_hooks_besides(self) -> list[Any]:
+        return [hook for each in self.requiring for hook in each.values() if not only_requires_gradient(hook)]
 
     def found_states(self) -> list[Any]:
         return [*chain.from_iterable(map(of_state, self.dictionaries_of_states))]
@@ -159,8 +179,10 @@ class Fingerprint:
             return (
                 self.watched == self.copies
                 and self.attributes_of(layer) == self.of_layer
+                and [*map(self.attributes_of, self.checkpointed)] == self.of_checkpointed
                 and [type(layer), *map(type, self.compared)] == self.types
                 and [*chain.from_iterable(self.children)] == self.order
+                and self.found_hooks_besides() == self.hooks_besides
                 and all(map(is_, map(code_of, self.code.replaceable), self.codes))
                 and all(map(is_, map(defaults_of, self.with_defaults), self.defaults))
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())

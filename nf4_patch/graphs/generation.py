@@ -18,9 +18,11 @@ from .refusal import Refusal
 def tensors_of(static_layer: Any) -> list[Tensor]:
     """Return the tensors that a StaticCache holds for one decoder layer.
 
-    These are the keys and the values, and in newer releases of transformers also the number of tokens.
+    These are the keys and the values, and in newer releases of transformers also the number of tokens. A layer of linear attention
+    has dicts of states.
     """
-    return [value for value in vars(static_layer).values() if isinstance(value, Tensor)]
+    values = [each for v in vars(static_layer).values() for each in (v.values() if type(v) is dict else (v,))]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 class DecodeStep(Work):

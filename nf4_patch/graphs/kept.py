@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import layers as keeping
 from ..activations.layers import activations
+from ..memory.spare import spare
+from ..memory.waits import Waits
 from ..patching.reasons import Reason
+from .calls import LayerCall
 from .capture import GraphedLayer, Task, Work, swapped
 from .recorder import Recorder
 from .refusal import Refusal
@@ -41,14 +45,18 @@ class Keeper:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
-        self.waiting: list[KeptLayer] = []  # layers whose activations may wait for their backward, the latest last
+        # layers whose activations may wait for their backward, the latest last. Their calls hold them, this list does not.
+        self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
 
     def top(self) -> KeptLayer | None:
         """Return the last layer whose activations wait for their backward."""
-        while self.waiting and self.waiting[-1].token() is None:
+        while self.waiting:
+            layer = self.waiting[-1]()
+            if layer is not None and layer.token() is not None:
+                return layer
             self.waiting.pop()
-        return self.waiting[-1] if self.waiting else None
+        return None
 
     def is_open(self) -> bool:
         """Return whether a layer can be recorded now, without writing over activations that wait for their backward."""
@@ -133,7 +141,7 @@ class KeptLayer(GraphedLayer):
     def began(self, token: Token) -> None:
         """Note that a forward is about to write the layer's activations."""
         self.token = weakref.ref(token)
-        self.keeper.waiting.append(self)
+        self.keeper.waiting.append(weakref.ref(self))
 
     def may_backward(self) -> bool:
         """Return whether a replay of the backward would write over no activations that wait for their backward."""
@@ -149,3 +157,50 @@ class KeptLayer(GraphedLayer):
 def kept_by(token: Token, graph: KeptLayer) -> Any:
     """Return the context in which a call of the layer saves its input: as the token, because the graph has a copy of it."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: token, lambda _: graph.x)
+
+
+# --- which calls keep their activations ---
+
+
+def why_not_kept(call: LayerCall) -> Reason | None:
+    """Return the Reason why the layer has to recompute in this call, or None if its activations may be kept."""
+    if not call.trains or activations.mode == "off":
+        return Reason.ACTIVATIONS_BUDGET
+    if activations.mode == "auto" and spare.waits:
+        return Reason.ACTIVATIONS_WAITING
+    if not call.layer.gradient_checkpointing:
+        return None
+    record = activations.record_of(call.layer)
+    why = keeping.why_not_unwatched(call.x, call.args, call.kwargs, call.checkpoint, record)
+    return Reason.ACTIVATIONS_WAITING if why is None and estimate_of(call) is None else why
+
+
+def estimate_of(call: LayerCall) -> int | None:
+    """Return how many bytes the layer's activations take at most. None: that is not known yet. Eager calls measure it."""
+    return activations.record_of(call.layer).estimate(keeping.InputSize.of(call.x))
+
+
+def is_measured(call: LayerCall) -> bool:
+    """Return whether it is known how much memory the layer's activations take, or nothing will be kept."""
+    return not call.layer.gradient_checkpointing or spare.why is Waits.MARGIN or estimate_of(call) is not None
+
+
+def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:
+    """Return whether a layer can be recorded now as one that keeps its activations.
+
+    Args:
+        was_recorded: whether it has such a recording already, which cannot be replayed now. The layer was recorded together
+            with others, so it is recorded again only if this call follows one of a layer that was recorded just now.
+    """
+    if keeper is None:
+        return not was_recorded
+    return keeper.continues(key) if was_recorded else keeper.is_open()
+
+
+def has_room_to_keep(call: LayerCall, keeper: Keeper | None) -> bool:
+    if not call.layer.gradient_checkpointing:
+        return True  # training needs the memory without graphs, too
+    held = estimate_of(call) or 0
+    if keeper is None:
+        return activations.taken.get(call.x.get_device(), 0) + 2 * held <= activations.budget
+    return keeper.has_room(held)

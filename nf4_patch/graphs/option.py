@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 
 from ..patching.option import Option
-from ..patching.target import Target
 
 WAIT_FOR_PYTHON = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
 
@@ -41,14 +40,5 @@ GRAPHS = Option(
     "auto: decoder layers run as CUDA graphs while a model trains with gradient checkpointing, or generates with a static cache, so "
     "that the GPU does not wait for Python. Results are bit-identical.",
     on="auto", fast="auto",
-    targets=(
-        Target(
-            "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
-            (("self", "args", "kwargs"),), ".adapters.transformers:decoder_layer",
-            'decoder layers run as CUDA graphs in training with gradient checkpointing and in generation with a static cache, with '
-            'enable(graphs="auto") only, or keep their activations, with enable(activations=...) only',
-            option="graphs", or_option="activations", uncounted="status().graphs counts its replays",
-        ),
-    ),
     report=report, lines=lines, used=lambda graphs: graphs.replays, calls="layer calls",
 )  # fmt: skip

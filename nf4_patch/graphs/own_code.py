@@ -20,10 +20,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..patching.targets import LIBRARIES, MODULES
+
 CALLED = "forward", "__call__", "_call_impl", "__getattr__"  # methods of every module that run in a call
 PLAIN = (bool, int, float, str, type(None))
-# FOLDERS: a file in a folder of one of these names is a library's, as are the modules that transformers and Unsloth write.
-FOLDERS = {"site-packages", "dist-packages", "transformers_modules", "unsloth_compiled_cache"}
+# FOLDERS: a file in a folder of one of these names is a library's, as are the modules that libraries write.
+FOLDERS = {"site-packages", "dist-packages", *(folder for library in LIBRARIES for folder in library.folders)}
+VARIABLES = [library.folder_variable for library in LIBRARIES if library.folder_variable]
 STANDARD_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
 COUNTING = {"torch.nn.utils.parametrize"}
 CHECKPOINT = "_gradient_checkpointing_func"  # an attribute with a function that a replay replaces
@@ -44,7 +47,8 @@ def roots_of(package: str) -> list[str]:
 
 @functools.cache
 def is_library_file(file: str, package: str) -> bool:
-    folders = {*FOLDERS, os.path.basename(os.environ.get("UNSLOTH_COMPILE_LOCATION", "").rstrip("/")) or ".."}
+    named = (os.path.basename(os.environ.get(variable, "").rstrip("/")) or ".." for variable in VARIABLES)
+    folders = {*FOLDERS, *named}
     for path in (Path(file), Path(os.path.realpath(file))):
         if folders & {*path.parts[:-1]} or any(path.is_relative_to(root) for root in STANDARD_LIBRARY):
             return True
@@ -132,7 +136,7 @@ class Code:
         self.attributes = [value for value in attributes if not isinstance(value, (type, nn.Module))]
         called = [f for value in (*forwards, *self.attributes) for f in functions_in(value)]
         spaces = [*named, *[f.__globals__ for f in called if is_library(f)], vars(nn.functional)]
-        generic: Any = sys.modules.get("transformers.utils.generic")
+        generic: Any = sys.modules.get(MODULES["registries of functions"])
         interface = getattr(generic, "GeneralInterface", ())
         registries = {id(v): v for space in spaces for v in [*space.values()] if isinstance(v, interface)}.values()
         used = {config.get(name) for config in configs for name in IMPLEMENTATIONS}

@@ -64,6 +64,9 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 class Recorder:
     """The memory pool, the streams and the random generator that all graphs of one GPU share."""
 
+    # the highest peak of allocated memory so far, and the most bytes that a step needed beside this pool
+    peak = rest = 0
+
     def __init__(self, device: int):
         self.device = device
         self.lock = threading.RLock()  # a replay holds it from the copy of its inputs to the copy of its results
@@ -204,18 +207,20 @@ class Recorder:
         """Return how many bytes tensors take on the GPU, as they were requested."""
         return memory(self.device, "requested_bytes")
 
-    def kept(self, before: int, result: Tensor) -> int:
-        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the result's."""
-        return self.allocated() - before - result.untyped_storage().nbytes()
+    def kept(self, before: int, *results: Tensor) -> int:
+        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the results'."""
+        storages = {s.data_ptr(): s.nbytes() for s in (result.untyped_storage() for result in results)}
+        return self.allocated() - before - sum(storages.values())
 
     @contextlib.contextmanager
-    def leaving_enough(self, part: int = 0) -> Iterator[None]:
+    def leaving_enough(self, part: int = 0, held: int = 0) -> Iterator[None]:
         """Record inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
 
         The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
 
         Args:
             part: bytes of this peak that the recordings now hold.
+            held: bytes of the pool that were allocated all the time since the last recording, so a new peak contains them.
 
         Raises:
             torch.OutOfMemoryError: there would be too little memory.
@@ -227,9 +232,11 @@ class Recorder:
         free, total = torch.cuda.mem_get_info(self.device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)  # PyTorch >= 2.8
         limit = min(free + reserved, int(fraction * total)) - int(MARGIN_PART * fraction * total)
-        peak = memory(self.device, "allocated_bytes", "peak") - part
-        if self.taken + peak > limit:
-            gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, peak, limit)]
+        peak = memory(self.device, "allocated_bytes", "peak")
+        if peak > self.peak:
+            self.peak, self.rest = peak, max(self.rest, peak - held)
+        if self.taken + self.rest - part > limit:
+            gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, self.rest - part, limit)]
             raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
 
     # --- what a graph cannot repeat ---

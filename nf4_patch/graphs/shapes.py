@@ -6,15 +6,18 @@ reference to the StaticCache if the model generates (None in training).
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..patching.reasons import Reason
+from ..patching.targets import MODULES
 from .capture import GraphedLayer, trained_places
 from .kept import Generation, Keeper, KeptLayer
 from .option import GraphsStatus
@@ -38,6 +41,18 @@ def is_due(calls: int) -> bool:
     return rest == 0 and times.bit_count() == 1
 
 
+class Stepping(threading.local):
+    """Whether this thread runs a decode step that is one graph for the whole model, and ``by`` which step it does."""
+
+    by: Callable[[], Any] = staticmethod(
+        lambda: None
+    )  # a weak reference, which an interrupt of the cleanup cannot leave on
+
+    @property
+    def on(self) -> bool:
+        return self.by() is not None
+
+
 class Graphs:
     """All recordings of the process.
 
@@ -58,6 +73,7 @@ class Graphs:
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
         self.lock = threading.RLock()  # held during a capture
         self.replays = 0
+        self.stepping = Stepping()
 
     # --- recordings ---
 
@@ -95,6 +111,12 @@ class Graphs:
     def drop_changed(self, key: Any, layer: nn.Module) -> None:
         """Drop the recording of a layer that has changed since."""
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
+
+    def drop_oldest_step(self) -> None:
+        """Free the oldest graph of a whole decode step, so that there is a place for another one."""
+        oldest = next((key for key in self.recordings if key[0] == "step"), None)
+        if oldest is not None:
+            reset(self.recordings.pop(oldest))
 
     def drop(self) -> None:
         """Free every recording and return its memory to the driver. Layers are recorded again at their next call."""
@@ -150,6 +172,14 @@ class Graphs:
 
     # --- counts ---
 
+    def put_off(self, key: Any, layer: nn.Module) -> None:
+        """Note that a layer could not be recorded now. It is tried again as if it had run eagerly until now."""
+        self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
+
+    def is_due_again(self, key: Any, layer: nn.Module) -> bool:
+        """Return whether a layer is recorded in this call: it was not put off, or often enough called since."""
+        return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
+
     def count(self, key: Any, layer: nn.Module) -> int:
         """Count an eager call of a layer. Return the number of eager calls so far."""
         layers = self.calls[key] = self.calls.pop(key, ByLayer())
@@ -195,10 +225,16 @@ class Graphs:
         }
         return GraphsStatus(
             mode=mode,
-            layers=len({id(layer) for layers in every.values() for layer in layers}),
+            layers=len({id(layer) for modules in every.values() for each in modules for layer in decoder_layers(each)}),
             shapes=sum(map(bool, every.values())),
             replays=self.replays,
         )
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a model, or the module itself if it is one."""
+    kind = sys.modules[MODULES["decoder layers"]].GradientCheckpointingLayer
+    return [each for each in module.modules() if isinstance(each, kind)]
 
 
 def kind_of(key: Any) -> Any:
@@ -215,3 +251,6 @@ def reset(layers: ByLayer[nn.Module, Any]) -> None:
     for graph in list(layers.values()):
         with graph.recorder.lock:
             graph.reset()
+
+
+graphs = Graphs()

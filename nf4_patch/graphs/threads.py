@@ -40,9 +40,10 @@ def may_use_gpu(frame: FrameType) -> bool:
 
 def others_may_use_gpu() -> str:
     """Return the name of the function that another thread runs and that may use the GPU, or ""."""
-    own = threading.get_ident()
-    for thread, running in sys._current_frames().items():
-        frame: FrameType | None = running if thread != own else None
+    running = sys._current_frames()
+    del running[threading.get_ident()]  # A frame that refers to itself would keep all its callers' frames alive.
+    for innermost in running.values():
+        frame: FrameType | None = innermost
         while frame is not None:
             if may_use_gpu(frame):
                 return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"

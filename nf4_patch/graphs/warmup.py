@@ -170,11 +170,11 @@ def warm_up(recorder: Recorder, work: Any) -> bool:
     if stays:
         raise Refusal(Reason.GRAPH_STATE, "a tensor with a gradient is kept outside the layer, for example in a list")
     if synchronized:
-        raise Refusal(Reason.GRAPH_SYNCHRONIZES, f"it synchronizes with the GPU at {synchronized[0]}")
+        raise Refusal(Reason.GRAPH_FAILED, f"it synchronizes with the GPU at {synchronized[0]}")
     if busy:
         raise Refusal(Reason.GRAPH_THREADS, "another thread draws random numbers on the host")
     if draws:
-        raise Refusal(Reason.GRAPH_RANDOM, "it draws random numbers on the host")
+        raise Refusal(Reason.GRAPH_FAILED, "it draws random numbers on the host")
     if strange:
         raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside the layer has a gradient")
     return is_random

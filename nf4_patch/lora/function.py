@@ -1,12 +1,8 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
-The forward of the function computes only LoRA's product. When the function has returned, the caller adds the base
-product (x times the base weight) in place, without autograd. So autograd saves no tensor for the base product, which is
-the most expensive part of the layer. A checkpoint's recompute stops at the last saved tensor. So it skips the base
-product of the last layer in the checkpoint.
-
-The backward of the function computes all gradients of the layer. The gradient of x is the sum of a part from the base
-weight and a part from LoRA. The function adds the two parts itself, so that autograd does not have to add two tensors.
+The forward computes only LoRA's product. Then the caller adds the base product (x times the base weight) in place, without
+autograd, which so saves no tensor for the most expensive part. A checkpoint's recompute stops at the last saved tensor, and
+skips the base product of its last layer. The backward computes all gradients, and adds the two parts of x's gradient itself.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ from .launch import correlate, expand, project
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
-    """Return scale * (a @ b), rounded once.
-
-    If ``added_to`` is given, add the product to this tensor in place, and return this tensor.
-    """
+    """Return scale * (a @ b), rounded once, added in place to ``added_to`` if given."""
     if added_to is None:
         return a @ b if scale == 1 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
     if added_to.dtype is a.dtype:
@@ -36,33 +29,26 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``. If the tensor has this dtype already, ``cast`` takes a tenth of the time of ``to``."""
+    """Return ``tensor.to(dtype)``, in a tenth of the time if nothing is to be done."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Factors:
-    """LoRA's factors A [rank, in] and B [out, rank]. The methods multiply by A and B in the dtype of the factors."""
+    """LoRA's A [rank, in] and B [out, rank], multiplied in the dtype of the factors."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float):
         self.a, self.b, self.scale = a, b, scale
 
     def inner(self, z: Tensor) -> Tensor:
-        """Return z @ A.T, [rows, rank], which is the inner of LoRA's two products. z is LoRA's input, [rows, in]."""
+        """Return z @ A.T, [rows, rank]. z is LoRA's input, [rows, in]."""
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """Return y + scale * inner @ B.T, [rows, out].
-
-        The method may write the sum into y and return y.
-        """
+        """Return y + scale * inner @ B.T, [rows, out], possibly written into y."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """Return scale * gradient @ B, [rows, rank], which is the gradient with respect to ``inner``.
-
-        Args:
-            gradient: the gradient of the layer's result, [rows, out].
-        """
+        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``. ``gradient``: [rows, out]."""
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
@@ -76,10 +62,9 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """LoRA's factors in fp32. The methods multiply bf16 matrices by them on tensor cores, at fp32 precision.
+    """Factors in fp32. They multiply bf16 matrices on tensor cores, at fp32 precision.
 
-    ``inner`` and ``inner_gradient`` return fp32. In this class ``inner_gradient`` does not apply the scale. Instead
-    ``gradient_of_a`` and ``gradient_of_z``, which receive its result, apply the scale.
+    ``inner_gradient`` returns fp32 without the scale, which ``gradient_of_a`` and ``gradient_of_z`` apply.
     """
 
     def inner(self, z: Tensor) -> Tensor:
@@ -105,11 +90,7 @@ Adapter = tuple[type[Factors], float, bool]  # Factors or WideFactors, the scale
 
 
 class LoraProduct(PlainFunction):
-    """Compute y plus LoRA's product scale * z @ A.T @ B.T of each adapter, [rows, out].
-
-    The caller then adds the base product x @ dense().T. The backward returns the gradients of the whole sum, which
-    includes the base product.
-    """
+    """Compute y + scale * z @ A.T @ B.T of each adapter, [rows, out]. The backward includes the base product, which the caller adds."""
 
     @staticmethod
     def forward(
@@ -123,13 +104,11 @@ class LoraProduct(PlainFunction):
         """Return y plus LoRA's product of each adapter.
 
         Args:
-            x: the layer's input, [rows, in], in the dtype of the base product.
-            y: the tensor to which LoRA's products are added: None, a bias [out], or a tensor [rows, out]. A tensor
-                [rows, out] may be overwritten with the sum, so it is allowed only if nothing requires a gradient.
-            dense: returns the base weight [out, in] in the dtype of x. The weight is only read.
+            x: [rows, in], in the dtype of the base product.
+            y: None, a bias [out], or [rows, out], which might be overwritten and so is allowed only if nothing requires a gradient.
+            dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.
-            tensors: z, A and B of each adapter. z is LoRA's input [rows, in], or None if LoRA's input is x. A is [rank,
-                in] and B is [out, rank].
+            tensors: z [rows, in], A [rank, in] and B [out, rank] of each adapter. z is None if it is x.
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()

@@ -1,13 +1,9 @@
 """Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, at fp32 precision.
 
-Tensor cores multiply bf16 numbers. So a kernel splits each fp32 number (24 bits of mantissa) into three bf16 numbers,
-which add up to the fp32 number. The product of two bf16 numbers is exact in fp32. But tensor cores add less precisely
-than fp32. So they add only the products of one tile, and begin with the products of the smallest of the three bf16
-numbers. The sums of the tiles are added in fp32.
+Each fp32 number is split into three bf16 numbers. A product of two bf16 numbers is exact in fp32, but tensor cores add less
+precisely. So they add only the products of one tile, the smallest first, and the sums of the tiles are added in fp32.
 
-These arguments mean the same in every kernel:
-    x, addend, out: bf16 [rows, width].
-    inner: fp32 [rows, rank].
+    x, addend, out: bf16 [rows, width]. inner: fp32 [rows, rank].
     factor: fp32 [rank, width] if WIDE, otherwise fp32 [width, rank].
     ROWS, COLUMNS, RANK: how many rows, columns and ranks a program computes at a time.
 
@@ -20,10 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """Round fp32 x to the nearest bf16 number (to even in a tie), and return this number as fp32.
-
-    The rounding uses integer operations, because a cast to bf16 truncates in Triton's interpreter.
-    """
+    """Round fp32 x to bf16, as fp32. With integer operations, because a cast truncates in Triton's interpreter."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
@@ -46,10 +39,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return where the factor stores the element at index ``column`` of the width and index ``r`` of the rank.
-
-    The result counts elements from the start of the factor.
-    """
+    """Return the offset of the factor's element at ``column`` of the width and ``r`` of the rank."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:
@@ -62,10 +52,7 @@ def project_kernel(
     x, factor, inner, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute x @ factor over one part of the width, and store the partial sums in inner[part].
-
-    A part is steps * COLUMNS columns. The caller adds up the parts.
-    """
+    """inner[part] = x @ factor over a part of the width, steps * COLUMNS columns. The caller adds up the parts."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * COLUMNS
@@ -85,9 +72,9 @@ def expand_kernel(
     inner, factor, addend, out, scale, rows, width, rank,
     ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = scale * inner @ factor, plus addend if ADD. The result is rounded once, to bf16.
+    """out = scale * inner @ factor, plus addend if ADD, rounded once.
 
-    Partial products below about 2^-16 of the full product are dropped, because the rounding to bf16 hides them anyway.
+    Partial products below about 2^-16 of the full product are dropped.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -114,10 +101,7 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute scale * x.T @ inner over one part of the rows, and store the partial sums in factor[part].
-
-    A part is steps * ROWS rows. The caller adds up the parts.
-    """
+    """factor[part] = scale * x.T @ inner over a part of the rows, steps * ROWS rows. The caller adds up the parts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

@@ -20,10 +20,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
-    """How many rows and columns a program multiplies at a time, and the stages of Triton's software pipeline.
+    """Rows and columns that a program multiplies at a time, and stages of Triton's software pipeline.
 
-    The values in TILES were chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank
-    16.
+    Chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank 16.
     """
 
     rows: int
@@ -36,11 +35,7 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 
 @functools.cache
 def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
-    """Return the values of a kernel's constexpr parameters, in the order of the kernel's signature.
-
-    Args:
-        flags: the boolean constexprs in this order. For expand_kernel ADD and WIDE, for the other kernels WIDE.
-    """
+    """Return a kernel's constexprs in the order of its signature. ``flags``: ADD and WIDE for expand_kernel, else WIDE."""
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
     return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
@@ -53,7 +48,7 @@ def start(name: str, grid: tuple[int, int, int] | None, rank: int, arguments: tu
 
 @functools.cache
 def compile_kernels(rank: int, device: torch.device) -> None:
-    """Compile every kernel for LoRA factors of this rank.
+    """Compile every kernel for this rank.
 
     Raises:
         KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
@@ -68,13 +63,7 @@ def compile_kernels(rank: int, device: torch.device) -> None:
 
 
 def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
-    """Return whether the kernels can multiply by an adapter's factors A and B.
-
-    Args:
-        z: the adapter's input, [rows, in].
-        factor: A, [rank, in].
-        out_features: the number of rows of B, which is [out_features, rank].
-    """
+    """Return whether the kernels support z [rows, in], A = ``factor`` and B [out_features, rank]."""
     if runtime.triton is None or not runtime.runs_on(z) or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False
     if z.shape[1] % WIDTH_UNIT or out_features % WIDTH_UNIT or runtime.capability_of(z.device) < (8, 0):
@@ -87,15 +76,10 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Decide how to split a sum over ``steps`` tiles into parts (split-K).
-
-    Different programs compute the parts, so that every multiprocessor has work. The caller adds up the parts.
+    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and steps per part.
 
     Args:
         programs: the number of programs that compute one part.
-
-    Returns:
-        The number of parts, and the steps per part.
     """
     wanted = -(-2 * runtime.multiprocessors(device) // programs)
     each = max(-(-steps // wanted), min(steps, 2))
@@ -111,7 +95,7 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
 
     Args:
         x: bf16 [rows, width].
-        factor: fp32 [width, rank], or its transpose [rank, width] if ``wide``.
+        factor: fp32 [width, rank], or its transpose if ``wide``.
     """
     (rows, width), rank = x.shape, factor.shape[0 if wide else 1]
     tile, blocks = TILES["project_kernel"], -(-rank // LARGEST_RANK)
@@ -124,13 +108,11 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
 
 
 def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tensor | None) -> Tensor:
-    """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once.
-
-    The result is a new tensor. The addend is not overwritten, because a dispatch mode may still hold it.
+    """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once, as a new tensor: a dispatch mode might hold the addend.
 
     Args:
         inner: fp32 [rows, rank].
-        factor: fp32 [rank, width] if ``wide``, otherwise its transpose [width, rank].
+        factor: fp32 [rank, width] if ``wide``, otherwise its transpose.
         addend: bf16 [rows, width], or None.
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
@@ -152,12 +134,7 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tens
 
 
 def correlate(x: Tensor, inner: Tensor, wide: bool, scale: float) -> Tensor:
-    """Return scale * x.T @ inner, fp32 [width, rank], or its transpose [rank, width] if ``wide``.
-
-    Args:
-        x: bf16 [rows, width].
-        inner: fp32 [rows, rank].
-    """
+    """Return scale * x.T @ inner, fp32 [width, rank], or its transpose if ``wide``. x: bf16 [rows, width], inner: fp32 [rows, rank]."""
     (rows, width), rank = x.shape, inner.shape[1]
     tile, blocks = TILES["correlate_kernel"], -(-rank // LARGEST_RANK)
     programs = -(-width // tile.columns)

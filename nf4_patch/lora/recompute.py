@@ -1,8 +1,7 @@
 """Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-A decision says whether peft's forward or our function runs a layer. The two save different tensors for the backward,
-but a checkpoint requires that its recompute saves the same tensors as its forward. Without a record, the recompute
-could decide differently than the forward, for example if FlopCounterMode or a hook is active during the forward only.
+peft's forward and our function save different tensors, and the recompute must save those of the forward. FlopCounterMode or
+a hook, for example, might be active during the forward only.
 """
 
 from __future__ import annotations
@@ -19,17 +18,9 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list to which the caller appends its decision, and the decision of the forward about the same call.
+    """Return the list for the caller's decision, and the forward's decision about the same call (None outside of a recompute).
 
-    In a forward, the list contains the decisions in the order of the calls. The checkpoint's frame holds this list, so
-    the list is freed with the frame.
-
-    Args:
-        pack: the current pack hook for saved tensors.
-
-    Returns:
-        The list and the forward's decision, which is None outside of a recompute. If ``pack`` does not belong to a
-            checkpoint, the whole result is None.
+    The checkpoint's frame holds the list. The result is None if ``pack``, the current pack hook, does not belong to a checkpoint.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):

@@ -1,8 +1,4 @@
-"""Formulas in plain PyTorch for the results of the kernels in kernels.py. Tests compare the kernels with them.
-
-Each function has the arguments of the function of the same name in launch.py, plus ``dtype``. The result is computed in
-``dtype``. The default is fp64, which makes the result practically exact.
-"""
+"""The kernels of kernels.py in plain PyTorch, with the arguments of launch.py, plus ``dtype``, in which the result is computed."""
 
 from __future__ import annotations
 

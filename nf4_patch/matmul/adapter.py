@@ -193,7 +193,7 @@ def resolve(
 ) -> LoraLaunch:
     """Return the LoraLaunch for this weight, for any x of this shape and any adapter with the layout of ``a``.
 
-    The caller must have checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
+    The caller must have checked ``launch.supports`` and ``supports``.
 
     Raises:
         KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.

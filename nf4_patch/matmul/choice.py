@@ -1,19 +1,14 @@
 """Choose the config of the fused matmul for a size, which is a number of rows of x and a shape of the weight.
 
-The config comes from the shipped table. On a GPU without a table, it comes from a measurement at the first use of the
-size. The result of a measurement is saved in Triton's cache folder. Within a process, the choice for a size never
-changes.
+The config comes from the shipped table. On a GPU without a table, each process measures a size at its first use. Within
+a process, the choice for a size never changes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +16,6 @@ import torch
 from ..nf4 import runtime
 from ..nf4.dequantize.compilation import MINIMUM_CAPABILITY
 from ..patching.context import backward_in_progress, modes_active
-from ..version import __version__, release_of
 from . import launch
 from .measurement import Measurement, measure, originals_for
 from .option import MatmulStatus
@@ -33,8 +27,6 @@ logger = logging.getLogger("nf4_patch")
 # LAST_ROWS holds the largest row count of each range.
 LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LARGEST_M = LAST_ROWS[-1]
-FILE = "nf4_patch_matmul.json"
-
 
 _configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # the chosen configs, by device, m, n and k
 measurements: dict[tuple[int, int, int, int], Measurement] = {}  # keys: device, largest row count of the range, n, k
@@ -81,8 +73,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
     """Return the config from the shipped table. On a GPU without a table, return the config that a measurement found.
 
-    The function takes an earlier measurement of this process, or else a measurement that was saved to disk. If there is
-    none, it makes a new measurement. Without any measurement, it returns None.
+    An earlier measurement of this process serves its whole range of row counts. Without any measurement, return None.
     """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):
@@ -92,17 +83,14 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
     first, last = next((low + 1, high) for low, high in zip((0, *LAST_ROWS), LAST_ROWS, strict=False) if m <= high)
     key = device, last, n, k
     if key not in measurements:
-        configs, originals = candidates(last, n, k, processors), originals_for(first)
-        saved = SavedMeasurement(device, last, n, k, originals)
-        found = saved.load(configs)
-        if found is None and may_measure and can_measure():
-            found = measured_apart(device, first, last, n, k, configs, originals)
-            if found is not None:
-                saved.write(found)
-                logger.info("nf4_patch: %s", status_of(key, found))
+        if not (may_measure and can_measure()):
+            return None
+        configs = candidates(last, n, k, processors)
+        found = measured_apart(device, first, last, n, k, configs, originals_for(first))
         if found is None:
             return None
         measurements[key] = found
+        logger.info("nf4_patch: %s", status_of(key, found))
     return measurements[key].config
 
 
@@ -139,63 +127,10 @@ def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
     return list(dict.fromkeys(config for config in found if config is not None))
 
 
-class SavedMeasurement:
-    """The file in Triton's cache folder that stores one measurement.
-
-    The file's folder depends on the GPU, its driver, the measured size, and the releases of nf4_patch, PyTorch, Triton
-    and the libraries that were measured. If one of them changes, the file is not found, and the size is measured again.
-    """
-
-    def __init__(self, device: int, m: int, n: int, k: int, originals: Iterable[str]):
-        libraries = sorted({name.partition(".")[0] for name in originals})
-        releases = {
-            "nf4_patch": __version__,
-            "torch": torch.__version__,
-            **{name: release_of(name) for name in libraries},
-        }
-        gpu = runtime.name_of(device), runtime.capability_of(device), runtime.multiprocessors(device)
-        triton = runtime.triton.__version__ if runtime.triton else ""
-        key = (*gpu, runtime.driver_version(), triton, sorted(releases.items()), sorted(originals), m, n, k)
-        self.key = hashlib.sha256(repr(key).encode()).hexdigest()
-
-    def load(self, allowed: Iterable[SmallMConfig]) -> Measurement | None:
-        """Return the saved measurement.
-
-        Return None if there is no file, if the file is damaged, or if the file's config is not one of ``allowed``.
-        """
-        try:
-            path = self.folder().get_file(FILE)
-            if path is None:
-                return None
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            config = None if saved["config"] is None else SmallMConfig(*saved["config"])
-            us = {str(name): float(value) for name, value in saved["us"].items()}
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
-            return None
-        return Measurement(config, us) if config is None or config in allowed else None
-
-    def write(self, found: Measurement) -> None:
-        """Save a measurement atomically. If the folder is not writable, the next process measures again."""
-        try:
-            self.folder().put(json.dumps(found._asdict()), FILE, binary=False)
-        except (OSError, RuntimeError) as error:
-            logger.info("nf4_patch: the measurement was not saved: %s", error)
-
-    def folder(self) -> Any:
-        """Return Triton's cache manager, which reads and writes files in this measurement's folder.
-
-        Raises:
-            OSError, RuntimeError: the folder cannot be made.
-        """
-        from triton.runtime.cache import get_cache_manager
-
-        return get_cache_manager(self.key)
-
-
 def status_of(key: tuple[int, int, int, int], found: Measurement) -> MatmulStatus:
     return MatmulStatus(*key, fused=found.config is not None, us=dict(found.us))
 
 
 def report() -> tuple[MatmulStatus, ...]:
-    """Return the results of all measurements that this process made or read from disk."""
+    """Return the results of all measurements of this process."""
     return tuple(status_of(key, found) for key, found in list(measurements.items()))

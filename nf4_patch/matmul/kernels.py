@@ -102,10 +102,3 @@ def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: t
     if BIAS:
         value += tl.load(bias + i % n, mask=mask).to(tl.float32)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def copy_kernel(source, target, count, BLOCK: tl.constexpr):
-    """Copy ``count`` int32 elements from ``source`` to ``target``. Each program copies BLOCK elements."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)

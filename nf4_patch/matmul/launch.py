@@ -13,20 +13,9 @@ from ..nf4 import runtime
 from ..nf4.runtime import triton
 from ..nf4.weight import PackedWeight
 from . import small_m
-from .tuning import (
-    MIN_ELEMENTS,
-    MIN_ELEMENTS_UNALIGNED,
-    MULTIPROCESSORS,
-    SMALL_M_ROWS,
-    SmallMConfig,
-    SmallMRow,
-)  # fmt: skip
-
-if triton is not None:
-    from . import kernels
+from .tuning import MIN_ELEMENTS, MIN_ELEMENTS_SHORT_STEP, MULTIPROCESSORS, SMALL_M_ROWS, SmallMConfig, SmallMRow
 
 STEP = 16  # K is a multiple of this
-COPY_BLOCK = 1024  # 32-bit words that a program copies
 
 
 def first_config(
@@ -81,11 +70,8 @@ def supports(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # dtypes of the tensor cores
         and k % STEP == 0
-        and weight.packed.data_ptr() % 4 == 0
-        and (
-            (weight.packed.data_ptr() % 16 == 0 and weight.step() >= 32)
-            or pays(MIN_ELEMENTS_UNALIGNED, x.numel() // k, n, k)
-        )
+        and weight.packed.data_ptr() % 16 == 0
+        and (weight.step() >= 32 or pays(MIN_ELEMENTS_SHORT_STEP, x.numel() // k, n, k))
         and (bias is None or (bias.device == x.device and supports_bias(bias, x.dtype, n)))
     )
 
@@ -118,16 +104,6 @@ class MatmulLaunch:
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
         # The kernel always gets an address for the bias. If there is no bias, the kernel does not read this address.
         spare = (operands[2] if bias is None else bias).data_ptr()
-        # The kernels load 16 bytes at a time. So each call first copies a weight that is not 16-byte aligned.
-        self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
-        if self.copied_words:
-            words = torch.empty(8, dtype=torch.int32, device=x.device)
-            # Triton compiles the kernel for the alignment of these example arguments, (source, target, count).
-            # The source is the weight, which is aligned to 4 bytes only. So the example source is words[1:].
-            # The target is a new tensor, which is aligned to 16 bytes. So the example target is words.
-            arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}
-            with runtime.on_device(x.device):
-                self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -167,14 +143,8 @@ class MatmulLaunch:
         if out is None:
             out = runtime.empty_strided_cuda(self.shape, self.strides, self.dtype)
         stream = runtime.current_stream(device)
-        weight = self.weight
-        if self.copied_words:
-            count, (packed, *others) = self.copied_words, weight
-            words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
-            self.copy.start((-(-count // COPY_BLOCK), 1, 1), stream, (packed, words.data_ptr(), count))
-            weight = (words.data_ptr(), *others)
         part = out if self.sum is None else runtime.empty_strided_cuda(self.part, (1,), torch.float32)
-        self.call(self.grid, 1, 1, stream, *self.head, start, *weight, part.data_ptr(), *self.tail)
+        self.call(self.grid, 1, 1, stream, *self.head, start, *self.weight, part.data_ptr(), *self.tail)
         if self.sum is not None:
             self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
         return out

@@ -6,6 +6,7 @@ A measurement multiplies random tensors. It takes about 30 ms, plus the compilat
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,8 @@ from ..nf4.codes import code_of
 from ..nf4.dequantize.launch import Launch
 from ..nf4.weight import PackedWeight
 from ..patching import placement
+from ..patching.target import function_at
+from ..patching.targets import MODULES, TARGETS
 from . import launch
 from .tuning import SmallMConfig
 
@@ -42,34 +45,8 @@ class Measurement(NamedTuple):
     us: Mapping[str, float]  # median GPU time in us, by the name of the timed function
 
 
-class Rival(NamedTuple):
-    """A library function that the fused matmul is compared with in a measurement."""
-
-    rows: int  # the most rows that the function multiplies
-    # ``call`` runs the function. Its arguments are the function, x [m, k], the PackedWeight and the QuantState.
-    call: Callable[..., Any]
-
-
-def rows_of_tokens(original: Callable[..., Any], x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
-    return original(x.unsqueeze(1), weight.packed, state, None)
-
-
-RIVALS: Mapping[str, Rival] = {
-    "bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl": Rival(
-        64,
-        lambda original, x, weight, state: original(
-            x, weight.packed, weight.shape, weight.absmax2, weight.blocksize, weight.quant_type,
-            absmax_8bit=weight.absmax, absmax_code=weight.code2, absmax_offset=weight.offset,
-        ),
-    ),
-    "bitsandbytes.functional.gemv_4bit": Rival(
-        1, lambda original, x, weight, state: original(x.unsqueeze(1), weight.packed, state=state)
-    ),
-    "unsloth.kernels.utils.fast_gemv": Rival(1, rows_of_tokens),
-    "unsloth.kernels.utils._fast_gemv_bnb": Rival(1, rows_of_tokens),
-    "unsloth.kernels.utils._gemv_rows": Rival(4, rows_of_tokens),
-}  # fmt: skip
+# The library functions that the fused matmul is compared with in a measurement, by name
+RIVALS = {target.name: target for target in TARGETS if target.timed}
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
@@ -127,8 +104,8 @@ def measure(
         for m in dict.fromkeys((first, last)):
             theirs[f"{DEQUANTIZE}, {m} rows"] = lambda x=x[:m]: F.linear(x, dequantization.run())  # type: ignore[misc]
             for name, original in originals.items():
-                call = functools.partial(RIVALS[name].call, original, x[:m], weight, state)
-                # Unsloth's _gemv_rows may return None instead of a product. Its caller then dequantizes.
+                call = functools.partial(function_at(RIVALS[name].timed), original, x[:m], weight, state)
+                # The rival may return None instead of a product. Its caller then dequantizes.
                 if m <= RIVALS[name].rows and call() is not None:
                     theirs[f"{name}, {m} rows"] = call
         times = gpu_times({**ours, **theirs}, 4 * cache_size)
@@ -177,9 +154,8 @@ def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, 
 
 
 def quant_state(weight: PackedWeight) -> Any:
-    """Convert a weight with double quantization to bitsandbytes' QuantState."""
-    from bitsandbytes.functional import QuantState
-
+    """Convert a weight with double quantization to a QuantState."""
+    QuantState: Any = importlib.import_module(MODULES["4-bit functions"]).QuantState
     second = QuantState(weight.absmax2, code=weight.code2, blocksize=weight.blocksize2, dtype=torch.float32)
     code = code_of(weight.quant_type, weight.packed.device)
     first = weight.absmax, torch.Size(weight.shape), code, weight.blocksize, weight.quant_type, weight.dtype

@@ -98,7 +98,7 @@ class FusedMatmul:
         config = config_or_why_not(x, weight, bias, adapter)
         if type(config) is Reason:
             return config
-        if not matmul.supports(x, weight, bias) or (adapter is not None and weight.packed.data_ptr() % 16):
+        if not matmul.supports(x, weight, bias):
             return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, weight.tensors())):
             return Reason.NO_STORAGE

@@ -1,18 +1,12 @@
 """Find the memory that training leaves free, by observing the training, and share it among its users.
 
-The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such
-steps need. The budget is then the memory that is still free on the GPU, less a margin. Users get it in the order of
-their rank: first as much as each user wants, and then the first user gets the rest.
+After two training steps at the largest batch so far, PyTorch has reserved what such steps need. The budget is then the memory
+that is still free, less a margin. Users get it in the order of their rank.
 
-In four cases all users give their memory back and wait for two more training steps:
+All users give their memory back, and wait for two more steps, before a larger batch (more rows or longer sequences), before
+the first step of another optimizer, when free memory runs short, and when another process starts to use the GPU.
 
-* before a forward pass with a larger batch (more rows or longer sequences),
-* before the first step of another optimizer,
-* when the free memory runs short,
-* when another process starts to use the GPU.
-
-A training step is counted when the next forward pass begins. Calls of ``optimizer.step`` are not counted, because one
-training step may have several of them, for example if every layer has an optimizer that runs during the backward pass.
+A training step is counted when the next forward pass begins, because it can have several optimizer steps (one per layer).
 """
 
 from __future__ import annotations
@@ -58,9 +52,9 @@ class User:
 
     Attributes:
         rank: users with a lower rank get memory first.
-        allow: sets the user's budget, in bytes per GPU. 0 means: give back all memory that can be freed now.
-        taken: bytes that the user holds now, by device.
-        most: the most bytes that the user has held since ``give_back``, by device. None if this is ``taken``.
+        allow: sets the budget in bytes per GPU. 0 means: give back all memory that can be freed now.
+        taken: bytes held now, by device.
+        most: the most bytes held since ``give_back``, by device. None if this is ``taken``.
         wants: returns the most bytes per GPU that the user can use.
     """
 
@@ -73,10 +67,9 @@ class User:
 
 
 class Spare:
-    """The spare memory of the process. It observes the training while it has users.
+    """Spare memory of the process. It observes the training while it has users.
 
-    CUDA graphs, for example, can join as a User that wants 0 bytes. The memory of their pool counts as needed by the
-    training, and ``allow(0)`` asks them to give it back.
+    CUDA graphs join as a User that wants 0 bytes: their pool counts as needed, and ``allow(0)`` asks them to give it back.
     """
 
     def __init__(self) -> None:
@@ -120,7 +113,7 @@ class Spare:
                 self.give_back(Waits.OTHER_OPTION)
 
     def leave(self, user: User) -> None:
-        """Stop changing the budget of this user. What it may hold now is its own affair."""
+        """Stop changing this user's budget."""
         with self.lock:
             if user not in self.users:
                 return
@@ -135,7 +128,7 @@ class Spare:
         self.attempt(self.started, optimizer)
 
     def started(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give memory back before the first step of an optimizer, because this step allocates the optimizer's state."""
+        """Give memory back before an optimizer's first step, which allocates the optimizer's state."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = self.trains = True
             self.give_back(Waits.OPTIMIZER)
@@ -144,20 +137,16 @@ class Spare:
         self.stepped = True
 
     def observe(self, x: Any) -> None:
-        """Update the budget in a forward pass, given the input ``x`` of a function that runs in it.
+        """Call ``observed`` so that its errors cannot interrupt the forward pass.
 
-        A function may pass ``x`` on to another one that calls this too. So the same tensor counts once between two steps of an
-        optimizer. Errors are logged, and do not interrupt the forward pass.
+        The same tensor counts once between two optimizer steps, because functions pass ``x`` on to others that call this method.
         """
         if self.stepped or self.latest_input() is not x:
             self.attempt(self.observed, x)
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, x: Any) -> None:
-        """Update the budget, given a tensor, or a list, tuple or dict of tensors.
-
-        The size of the batch is read from the activations of shape [..., length, features] among them.
-        """
+        """Update the budget. The batch's size is that of the activations [..., length, features] in ``x``, also inside lists and dicts."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
         if not self.users or not found or runtime.is_capturing():
             return
@@ -183,17 +172,16 @@ class Spare:
             self.look()
 
     def before_batch(self, features: int, rows: int, length: int) -> None:
-        """Give memory back if this batch is larger than the earlier ones, because it may need more memory.
+        """Give memory back unless one earlier batch had at least as many rows and at least as long sequences.
 
-        It is not larger if one earlier batch had at least as many rows and at least as long sequences. Only batches
-        with the same number of features are compared, because this number differs between images and text.
+        Only batches with the same number of features are compared, because it differs between images and text.
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))
             self.give_back(Waits.BATCH, rows, length)
 
     def look(self) -> None:
-        """Give memory back if the free memory runs short, or if another process has started to use the GPU."""
+        """Give memory back if it runs short, or if another process has started to use the GPU."""
         for device in {device for user in self.users for device, size in list(user.taken.items()) if size}:
             memory = MemoryInfo.of(device)
             retries = runtime.allocation_retries(device)
@@ -206,10 +194,7 @@ class Spare:
                 self.give_back(Waits.OTHER_PROCESS, device)
 
     def give_back(self, why: Waits, *numbers: int) -> None:
-        """Take the memory of all users back, and wait for two training steps.
-
-        Their memory goes back to the driver. Then PyTorch's reserved memory is only what training needs.
-        """
+        """Take all users' memory back to the driver, so that only what training needs stays reserved. Wait for two training steps."""
         self.steps, self.waits = 0, True
         self.why, self.numbers = why, numbers
         held = any(any((user.most or user.taken).values()) for user in self.users)
@@ -225,10 +210,7 @@ class Spare:
         runtime.empty_cache()
 
     def take(self) -> None:
-        """Share the memory that training leaves free, less the margin.
-
-        After the training steps so far, PyTorch has reserved all the memory that a training step needs.
-        """
+        """Share the memory that training leaves free, less the margin. PyTorch has reserved all that a training step needs."""
         found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
@@ -262,7 +244,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return the number of features, the number of rows and the length of activations [..., length, features]."""
+    """Return (features, rows, length) of activations [..., length, features]."""
     *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
 

@@ -1,19 +1,14 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-A row is one token at one of its ``top_k`` experts. All rows are multiplied in two grouped products, by gate_up_proj and
-by down_proj. Around these products, transformers reads and writes all rows about ten times, because it masks, casts,
-weights, sorts back and adds them in separate operations.
-
-On a GPU, two kernels do this work instead. The first kernel adds LoRA and applies the gate. The second kernel
-multiplies the rows by the router's weights, adds LoRA, and sums the rows of each token in fp32. The backward needs no
-scatter, because ``Order`` knows the rows of every token.
-
-On a CPU, and for generation, PyTorch operators do this work. Without LoRA, the results are then bit-identical to those
-of transformers.
+A row is one token at one of its ``top_k`` experts. Around the two grouped products, by gate_up_proj and down_proj, transformers
+reads and writes all rows about ten times. On a GPU, two kernels do this: one adds LoRA and applies the gate, and one applies the
+router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` knows the rows of every token, so the backward needs no
+scatter. On a CPU, and for generation, PyTorch operators run. Without LoRA, these are bit-identical to transformers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,10 +17,12 @@ from torch import Tensor
 
 from ..patching.context import is_batched, is_compiling, saved_tensors_hooks, transforms_active
 from ..patching.module_hooks import is_called_otherwise, is_written_in
+from ..patching.targets import MODULES
 from . import launch, reference
-from .product import ExpertWeight, Lora, grouped, summed
+from .product import EXPERTS, ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
+ACTIVATIONS = MODULES["activation functions"], "torch.nn.modules.activation"
 GATES = ("SiLUActivation", "SiLU")
 # DEFAULTS: attributes that transformers' decorator sets on an experts module, with the value to use if one is missing.
 # Liger's class of experts has none of these attributes.
@@ -36,15 +33,14 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return an attribute of an experts module. If the module lacks the attribute, return the value in DEFAULTS."""
+    """Return an attribute of an experts module, or the value in DEFAULTS."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 def kernels_or_reference(gradient: Tensor) -> Any:
     """Return the module that computes a backward: launch.py, or reference.py with PyTorch operators.
 
-    PyTorch operators are needed where Dynamo traces the backward (compiled autograd), where autograd records it
-    (``create_graph=True``), and where ``gradient`` is a batch of gradients (``is_grads_batched=True``).
+    Compiled autograd, ``create_graph=True`` and batches of gradients (``is_grads_batched=True``) need PyTorch operators.
     """
     if is_compiling() or torch.is_grad_enabled() or is_batched(gradient) or transforms_active() is not None:
         return reference
@@ -52,10 +48,7 @@ def kernels_or_reference(gradient: Tensor) -> Any:
 
 
 class Saved(torch.autograd.Function):
-    """Saves a tensor for the backward of ``Combined``, in a separate autograd node that runs long before ``Combined``.
-
-    The docstring of ``Combined`` says why ``Combined`` does not save the tensor itself.
-    """
+    """Saves a tensor for the backward of ``Combined`` in a node that runs long before it (see there)."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -68,11 +61,7 @@ class Saved(torch.autograd.Function):
 
 
 class Order(NamedTuple):
-    """The order in which the rows are sorted by expert. A row is one token at one of its ``top_k`` experts.
-
-    Each row has a slot, which is its place before sorting. The slot is token * top_k + k for the k-th expert of the
-    token. It is also the index of the row's router weight.
-    """
+    """Order of the rows, sorted by expert. A row's slot, token * top_k + k, is its place before sorting and its router weight's index."""
 
     expert_of: Tensor  # int16 [rows]: the expert of each row
     slot_of: Tensor  # int64 [rows]: the slot of each row
@@ -84,12 +73,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
-        """Sort the rows by expert and return their Order.
-
-        Args:
-            ids: the chosen experts of each token, int64 [tokens, top_k].
-            experts: the number of experts.
-        """
+        """Sort the rows of ``ids``, int64 [tokens, top_k], by expert."""
         # The ids are sorted as int16, because sorting int64 takes four times as many passes.
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
@@ -98,7 +82,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy whose field ``saved`` saves slot_of for the backward of ``Combined``, if one is ``needed``."""
+        """Return a copy that saves slot_of for the backward of ``Combined``, if one is ``needed``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -112,7 +96,7 @@ class Order(NamedTuple):
 
 
 class Gathered(torch.autograd.Function):
-    """Copy the hidden state of each token to the ``top_k`` rows of the token: [tokens, hidden] to [rows, hidden]."""
+    """Copy each token's hidden state to its rows: [tokens, hidden] to [rows, hidden]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -127,10 +111,9 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Add LoRA's product (``addend``) to the first product (``rows``), and compute silu(gate) * up, [rows, inner].
+    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner], whose halves gate and up are.
 
-    The sum has the shape [rows, 2 * inner]. The first half of its columns is gate, and the second half is up. Only the
-    sum is saved for the backward. It is also a second result, so that autograd can differentiate the backward.
+    Only the sum is saved. It is a result so that autograd can differentiate the backward.
     """
 
     @staticmethod
@@ -154,14 +137,11 @@ class Gated(torch.autograd.Function):
 class Weighted(torch.autograd.Function):
     """Apply the router's weights in the backward of the down projection, instead of in the backward of ``Combined``.
 
-    The forward of ``Combined`` multiplies the output of the projection by the router's weights. So the backward has to
-    multiply the gradient of this output by them. The projection is linear, so the gradient of its input can be
-    multiplied instead. Then the output need not be saved, and the recompute of a checkpoint stops before the
-    projection.
+    The projection is linear, so the gradient of its input can be multiplied instead of the gradient of its output. Then the output
+    need not be saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns two views of the projection's input: one for the frozen weight, one for LoRA. The backward
-    multiplies the gradient of the first view by the router's weights. It adds the gradient of LoRA's view unchanged,
-    because ``products`` has already applied the router's weights there.
+    The forward returns two views of the input. The gradient of the first, for the frozen weight, is multiplied. That of LoRA's view
+    is not, because ``products`` has already applied the weights there.
     """
 
     @staticmethod
@@ -179,14 +159,10 @@ class Weighted(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """Multiply the rows by the router's weights, add the rows of ``addend``, and sum the rows of each token.
+    """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows. ``Weighted`` applies them to the gradient.
 
-    The backward does not apply the router's weights to the gradient, because ``Weighted`` does.
-
-    Under a checkpoint ``Combined`` saves no tensor itself. The recompute of a checkpoint ends at the last saved tensor,
-    so the recompute then ends before the down projection. The backward needs slot_of, and reads the tensor that
-    ``Saved`` saved earlier. The argument ``saved`` is the result of ``Saved``. Because it is an argument, autograd also
-    runs the backward of ``Saved`` and frees the tensor.
+    A checkpoint's recompute ends at the last saved tensor. So ``Combined`` saves none itself, and the recompute ends before the down
+    projection. The backward reads slot_of from ``Saved``, whose result is the argument ``saved``, so that autograd frees the tensor.
     """
 
     @staticmethod
@@ -210,16 +186,12 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply each row by the frozen weight of its expert, and separately by the LoRA factors of its expert.
+    """Return the product with each row's frozen weight plus bias, and the product with its LoRA factors or None.
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows this product, else None. With
-            these weights, this function multiplies LoRA's product by them. ``Combined`` multiplies the frozen product
-            by them, and ``Weighted`` multiplies the gradient that comes back through the frozen product.
-
-    Returns:
-        The product with the frozen weight plus the bias, and the product with LoRA or None. The caller adds the two.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. LoRA's product is multiplied by them here,
+            the frozen product in ``Combined``, and the gradient through it in ``Weighted``.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -242,16 +214,11 @@ def forward(
     """Run the experts of one layer, in place of ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
 
     Args:
-        stacks: the packed stacks by name. A stack is a tensor [experts, ...] that holds one weight, such as down_proj,
-            of every expert. Stacks that are not in this dict are read from the module as dense weights.
-        lora: the LoRA factors of the active adapters, by the name of the stack.
-        whole: True multiplies all rows in grouped products with all experts. False copies the expert's weight for each
-            row, and multiplies the row by this copy.
-        hidden_states: [tokens, hidden].
-        top_k_index, top_k_weights: the chosen experts of each token, and the router's weights for them, [tokens, top_k].
-
-    Returns:
-        [tokens, hidden].
+        stacks: packed stacks by name. Other stacks are read from the module as dense weights.
+        lora: factors of the active adapters, by the name of the stack.
+        whole: multiply all rows in grouped products. False: by a copy of each row's weight.
+        hidden_states: [tokens, hidden], like the result.
+        top_k_index, top_k_weights: chosen experts and router's weights, [tokens, top_k].
     """
 
     def weight(name: str) -> ExpertWeight:
@@ -317,7 +284,7 @@ def in_pytorch(
 
 
 def gated(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's gate and activation to the first product: [rows, 2 * inner] to [rows, inner]."""
+    """Apply the module's gate and activation: [rows, 2 * inner] to [rows, inner]."""
     if hasattr(module, "_apply_gate"):
         result: Tensor = module._apply_gate(rows) if trait(module, "has_gate") else module.act_fn(rows)
         return result
@@ -336,15 +303,12 @@ def is_silu_and_mul(module: Any) -> bool:
 
     The first half of the columns has to be gate, and the second half has to be up.
     """
-    from transformers import activations
-    from transformers.integrations import moe
-
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
-    gate = getattr(module._apply_gate, "__func__", None)
-    own = gate is moe._default_apply_gate and is_written_in(moe, gate)
+    gate, library = getattr(module._apply_gate, "__func__", None), sys.modules[EXPERTS]
+    own = gate is library._default_apply_gate and is_written_in(library, gate)
     if not (own and trait(module, "has_gate") and trait(module, "is_concatenated")):
         return False
     act = module.act_fn
     own = type(act).__name__ in GATES and not is_called_otherwise(act)
-    return own and any(is_written_in(each, type(act).forward) for each in (activations, torch.nn.modules.activation))
+    return own and any(is_written_in(sys.modules[name], type(act).forward) for name in ACTIVATIONS)

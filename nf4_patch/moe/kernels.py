@@ -1,11 +1,7 @@
-"""Triton kernels that run between the grouped products of a mixture of experts (products with one weight per expert).
+"""Triton kernels that run between the grouped products of a mixture of experts. reference.py defines the results.
 
-The router sends each token to TOP_K experts, so each token has TOP_K rows, one per chosen expert. The rows are sorted
-by expert. A slot is an index into the router's weights: the k-th expert of a token has the slot token * TOP_K + k. All
-sums are in fp32 and in a fixed order. reference.py defines the results.
-
-The tests run these kernels in Triton's interpreter. There, a kernel cannot call functions that Triton itself writes in
-Triton, such as tl.sum and tl.sigmoid, because these functions stay compiled. So the kernels do not use them.
+Each token has TOP_K rows, sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, an index into the router's
+weights. All sums are in fp32 and in a fixed order. Triton's interpreter cannot run tl.sum and tl.sigmoid, so they are not used.
 """
 
 import triton
@@ -22,14 +18,10 @@ def combine_kernel(
     rows, addend, weights, row_of, out, width,
     TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply each row by its router weight, add the row of ``addend``, and sum the TOP_K rows of each token.
+    """out[token] = the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k].
 
-    out[token] = the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k]. A program
-    computes BLOCK columns of one token.
-
-    rows, addend: [tokens * TOP_K, width]. If ADDEND is false, the kernel does not read ``addend`` and adds nothing.
-    weights: [tokens, TOP_K]. If WEIGHTS is false, the kernel does not read ``weights``, and every weight is 1.
-    row_of: int64 [tokens, TOP_K]. out: [tokens, width].
+    rows, addend: [tokens * TOP_K, width]. Without ADDEND, nothing is added. weights: [tokens, TOP_K]. Without WEIGHTS, all are 1.
+    row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -51,15 +43,10 @@ def weigh_kernel(
     gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
     ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply each row of ``gradient`` by its router weight.
+    """out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND, where slot = slot_of[row].
 
-    out[row] = weights[slot] * gradient[row], where slot = slot_of[row]. If ADDEND, the kernel also adds addend[row] to
-    out[row]. If WEIGHTS_GRADIENT, it also computes the gradient of the router's weights: weights_gradient[slot] is the
-    dot product of gradient[row] and rows[row]. A program computes one row, BLOCK columns at a time.
-
-    gradient, addend, rows, out: [n, width].
-    weights, weights_gradient: [n], indexed by slot.
-    slot_of: int64 [n].
+    If WEIGHTS_GRADIENT, weights_gradient[slot] is the dot product of gradient[row] and rows[row]. gradient, addend, rows, out:
+    [n, width]. weights, weights_gradient: [n], by slot. slot_of: int64 [n]. A program computes one row.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -82,12 +69,9 @@ def weigh_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = silu(gate) * up. gate is the first half of the columns of ``rows``, and up is the second half.
+    """out = silu(gate) * up. gate and up are the halves of the columns of ``rows``, or if ADDEND of total = rows + addend.
 
-    If ADDEND, the kernel first stores total = rows + addend. gate and up are then the halves of ``total``. A program
-    computes BLOCK columns of one row.
-
-    rows, addend, total: [n, 2 * width]. out: [n, width].
+    rows, addend, total: [n, 2 * width]. out: [n, width]. A program computes BLOCK columns of one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -105,12 +89,9 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """Compute the backward of silu_and_mul_kernel: the gradient with respect to ``rows``.
+    """out = the gradient with respect to ``rows``, given ``gradient`` with respect to silu(gate) * up.
 
-    A program computes BLOCK columns of gate and of up, for one row.
-
-    gradient: [n, width], the gradient with respect to silu(gate) * up.
-    rows, out: [n, 2 * width]. ``out`` receives the result.
+    gradient: [n, width]. rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

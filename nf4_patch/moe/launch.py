@@ -1,8 +1,4 @@
-"""Launch the kernels of kernels.py on PyTorch tensors.
-
-kernels.py says what the kernels do, and explains the words row and slot. reference.py defines the results. All tensors
-of a call are on one device. No function writes into its arguments.
-"""
+"""Launch the kernels of kernels.py, which explains row and slot. All tensors are on one device, and arguments are not written to."""
 
 from __future__ import annotations
 
@@ -31,15 +27,7 @@ def supports(tensor: Tensor) -> bool:
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """Launch a kernel on all rows.
-
-    Args:
-        tensors: the tensor arguments of the kernel.
-        width: the number of columns.
-        rows: the number of rows.
-        by_block: True launches one program per row and block of columns. False launches one program per row.
-        constants: the compile-time constants of the kernel.
-    """
+    """Launch a kernel on all rows: one program per row, or with ``by_block`` per row and block of columns."""
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = rows, -(-width // block) if by_block else 1, 1
     kind = *(tensor.dtype for tensor in tensors), width % 16 == 0
@@ -50,15 +38,12 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Multiply each row by its router weight, add the addend, and sum the rows of each token. Compute in fp32.
+    """Multiply each row by its router weight, add the addend, and sum each token's rows in fp32. Return [tokens, width] in ``dtype``.
 
     Args:
-        rows, addend: [tokens * top_k, width], both of the same dtype. Without an addend, nothing is added.
+        rows, addend: [tokens * top_k, width], of the same dtype.
         row_of: int64 [tokens, top_k], the indices of each token's rows.
-        weights: the router's weights, [tokens, top_k]. None means that every weight is 1.
-
-    Returns:
-        [tokens, width] in ``dtype``.
+        weights: [tokens, top_k]. None: all 1.
     """
     tokens, top_k = row_of.shape
     out = empty(rows, tokens, rows.shape[1], dtype=dtype)
@@ -75,14 +60,10 @@ def weigh(
 
     Args:
         gradient, addend, rows: [tokens * top_k, width].
-        slot_of: int64 [tokens * top_k], the index of each row's weight in the flattened ``weights``.
-        weights: the router's weights, [tokens, top_k].
-        of_weights: also compute the gradient of the router's weights.
+        slot_of: int64 [tokens * top_k], the index of each row's weight in the flattened ``weights`` [tokens, top_k].
 
     Returns:
-        First, the result, [tokens * top_k, width]. Second, the gradient of the router's weights, [tokens, top_k], or
-        None without ``of_weights``. The gradient of a row's weight is the dot product of the row in ``gradient`` and
-        the row in ``rows``.
+        The result, and with ``of_weights`` the gradient of the router's weights: the dot products of ``gradient`` and ``rows``.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -92,13 +73,9 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and the sum rows + addend, [n, 2 * width].
+    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width], whose halves gate and up are.
 
-    gate is the first half of the columns of this sum, and up is the second half. Without ``addend``, the sum is
-    ``rows`` itself, not a copy.
-
-    Args:
-        rows, addend: [n, 2 * width], both of the same dtype.
+    Without ``addend``, the sum is ``rows`` itself, not a copy.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)
@@ -108,12 +85,7 @@ def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def silu_and_mul_backward(rows: Tensor, gradient: Tensor) -> Tensor:
-    """Compute the backward of silu(gate) * up. Return the gradient with respect to ``rows``, [n, 2 * width].
-
-    Args:
-        rows: [n, 2 * width]. The first half of the columns is gate, and the second half is up.
-        gradient: [n, width], the gradient with respect to silu(gate) * up.
-    """
+    """Return the gradient of ``silu_and_mul`` with respect to ``rows``, [n, 2 * width], given ``gradient`` [n, width]."""
     out = empty(rows, *rows.shape)
     start(kernels.silu_and_mul_backward_kernel, (rows, gradient, out), gradient.shape[1], gradient.shape[0])
     return out

@@ -1,15 +1,14 @@
-"""Matrix products with a stack of experts. The stack is packed or dense, and may have LoRA adapters.
+"""Matrix products with a stack of experts [experts, ...], packed or dense, with or without LoRA.
 
-A stack is a tensor [experts, ...] that holds one weight W, such as down_proj, of every expert of a layer. A grouped
-product multiplies the rows of each expert by the expert's W. LoRA is computed separately, as x·W + (x·left)·right, so
-that W never changes. Without gradient checkpointing, a grouped product with a packed stack saves the packed stack for
-the backward, not the dense one.
+A grouped product multiplies the rows of each expert by its weight W. LoRA is computed as x·W + (x·left)·right, so that W never
+changes. Without gradient checkpointing, the packed stack is saved for the backward, not the dense one.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
+from ..patching.targets import MODULES
 from .read import PackedExperts
 
+EXPERTS = MODULES["experts"]  # the library's Python module with its products
 # Lora is a pair (left, right). LoRA adds the product left @ right to a stack.
 # For a stack [experts, in, out], left is [experts, in, rank] and right is [experts, rank, out].
 # For a stack [experts, out, in], left is [experts, out, rank] and right is [experts, rank, in].
@@ -26,11 +27,7 @@ Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """The tensors of a packed stack, kept from the forward to the backward.
-
-    So the backward decodes the same bytes as the forward, even if the module was offloaded or got other tensors in
-    between.
-    """
+    """Tensors of a packed stack, kept from the forward to the backward, which so decodes the same bytes."""
 
     def __init__(self, stack: PackedExperts):
         state = copy.copy(stack.state)
@@ -43,11 +40,10 @@ class SavedExperts:
         self.stack = dataclasses.replace(stack, state=state)
 
     def dense(self) -> Tensor:
-        """Decode the stack that the forward saved. Return [experts, ...].
+        """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: since the forward, the memory of the stack was freed or written to. Compiled code does not
-                check this here. There, only autograd notices a write.
+            RuntimeError: its memory was freed or written to since the forward. In compiled code only autograd notices a write.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -66,15 +62,12 @@ class SavedExperts:
                 if part[name].data_ptr() != kept.data_ptr():
                     part[name] = kept
         if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():
-            stack = PackedExperts(packed, stack.state, stack.dequantizer)
+            stack = PackedExperts(packed, stack.state, stack.dequantizer, decode=stack.decode)
         return stack.dense()
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Grouped product with a packed stack that is not trained. The backward decodes the stack again.
-
-    So the dense stack need not be saved for the backward.
-    """
+    """Grouped product with a packed stack that is not trained. The backward decodes it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
@@ -94,38 +87,25 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row of x by the weight of its expert. Return [rows, out].
+    """Multiply each row of x [rows, in], sorted by expert, by its expert's weight [experts, in, out].
 
     Args:
-        x: [rows, in], sorted by expert.
-        weight: [experts, in, out].
-        ends: int32 [experts]. For each expert, the index after its last row.
+        ends: int32 [experts], the index after each expert's last row.
     """
-    from transformers.integrations.moe import _grouped_mm
-
-    result: Tensor = _grouped_mm(x, weight, offs=ends)
+    result: Tensor = sys.modules[EXPERTS]._grouped_mm(x, weight, offs=ends)
     return result
 
 
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    """Return y + addend in the dtype of y.
-
-    The sum is a new tensor. It must not be written into y, because selective checkpointing may have saved y for the
-    recompute.
-    """
+    """Return y + addend in the dtype of y, as a new tensor: selective checkpointing might have saved y for the recompute."""
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether gradient checkpointing soon frees the tensors that autograd saves now.
+    """Return whether a checkpoint soon frees the tensors that autograd saves now, in its forward or in its recompute.
 
-    If so, saving a dense stack costs little memory. This is the case in the forward of a checkpoint, because the
-    checkpoint drops the tensors that the forward saves. It is also the case in the recompute, because the backward uses
-    the saved tensors at once.
-
-    A checkpoint drops tensors through hooks on saved tensors, and PyTorch calls only the innermost of such hooks. If
-    the innermost hooks are not those of a checkpoint but, for example, those of ``save_on_cpu``, return False. Such
-    hooks keep the saved tensors or copies of them, even in the recompute of a reentrant checkpoint.
+    PyTorch calls only the innermost hooks on saved tensors. If these are not a checkpoint's but, for example, those of
+    ``save_on_cpu``, they keep the tensors, so the result is False.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -134,11 +114,7 @@ def frees_saved_tensors() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether a product should save the packed stack for the backward, instead of the dense stack.
-
-    Under gradient checkpointing the answer is False. The forward and the recompute each decode the stack. If the
-    recompute saves the dense stack, the backward need not decode the stack a third time.
-    """
+    """Return whether to save the packed stack for the backward. Under checkpointing, the recompute saves the dense one, decoded anyway."""
     return torch.is_grad_enabled() and transforms_active() is None and not frees_saved_tensors()
 
 
@@ -159,22 +135,17 @@ class ExpertWeight(NamedTuple):
         return isinstance(self.stack, Tensor) and self.stack.requires_grad
 
     def trained(self) -> list[Tensor]:
-        """Return the tensors that may need a gradient: the dense weight, the LoRA factors and the bias."""
+        """Return the tensors that might need a gradient."""
         tensors = (self.stack, *(self.lora or ()), self.bias)
         return [each for each in tensors if isinstance(each, Tensor)]
 
     def frozen(self) -> Tensor:
-        """Return the dense weight without LoRA, [experts, in, out]. It may be a cached tensor, so never write to it."""
+        """Return the dense weight without LoRA, [experts, in, out]. Never write to it, because it might be cached."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each row of x by the weight of its expert, without LoRA. Return [rows, out].
-
-        Args:
-            x: [rows, in], sorted by expert.
-            ends: int32 [experts]. For each expert, the index after its last row.
-        """
+        """Multiply as ``grouped``, without LoRA."""
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
@@ -182,27 +153,19 @@ class ExpertWeight(NamedTuple):
         return grouped(x, self.frozen(), ends)
 
     def factors(self) -> Lora | None:
-        """Return the LoRA factors for a weight [experts, in, out]. Return None if there is no LoRA.
-
-        The shapes of the factors are [experts, in, rank] and [experts, rank, out].
-        """
+        """Return the LoRA factors [experts, in, rank] and [experts, rank, out], or None."""
         if self.lora is None or self.is_transposed:
             return self.lora
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x by the weight of its expert, including LoRA, and add the bias.
-
-        Only the experts in ``experts`` are decoded, not the whole stack.
+        """Multiply each row of x [rows, in] by its expert's weight, with LoRA and bias. Only the experts in ``experts`` are decoded.
 
         Args:
-            x: [rows, in].
             experts: int64 [rows], the expert of each row.
         """
-        from transformers.integrations.moe import _batched_linear
-
         weight = self.stack[experts]
         if self.lora is not None:
             weight = weight + (self.lora[0][experts] @ self.lora[1][experts]).to(weight.dtype)
-        y: Tensor = _batched_linear(x, weight, is_transposed=self.is_transposed)
+        y: Tensor = sys.modules[EXPERTS]._batched_linear(x, weight, is_transposed=self.is_transposed)
         return summed(y, None if self.bias is None else self.bias[experts])

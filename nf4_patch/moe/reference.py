@@ -1,8 +1,4 @@
-"""Reference functions in plain PyTorch for the kernels in kernels.py. Tests compare the kernels with them.
-
-Each function has the arguments and results of the function with the same name in launch.py. It computes in fp32, and
-rounds each result once.
-"""
+"""The kernels of kernels.py in plain PyTorch, with the arguments of launch.py. Computes in fp32, and rounds each result once."""
 
 from __future__ import annotations
 

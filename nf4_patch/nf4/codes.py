@@ -20,10 +20,7 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the 16 code values of a quant type as an fp32 tensor.
-
-    The result is fp32 whatever PyTorch's default dtype is. In bitsandbytes' ``get_4bit_type`` the default dtype has an
-    effect.
+    """Return the 16 code values as fp32, whatever PyTorch's default dtype is, which affects bitsandbytes' ``get_4bit_type``.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
@@ -39,13 +36,11 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the code values of a quant type in a tensor that is made once per device and never freed.
-
-    Kernel launches keep the address of this tensor. So its memory must not come from the private pool of a CUDA graph.
+    """Return the code values in a tensor that is made once per device and never freed, because launches keep its address.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: GRAPH_CAPTURE, if a CUDA graph is being captured at the first use on a device.
+        KernelUnavailable: GRAPH_CAPTURE, at the first use on a device inside a capture, whose memory pool might be freed.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
@@ -61,8 +56,5 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Copy the code values of a quant type to a device.
-
-    The copy is complete when the function returns, so any CUDA stream may read the result.
-    """
+    """Copy the code values to a device, synchronously, so that any CUDA stream may read them."""
     return code_of(quant_type, torch.device("cpu")).to(device)

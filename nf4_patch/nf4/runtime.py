@@ -21,10 +21,7 @@ TRITON_RELEASE = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot run on this input or on this machine.
-
-    The message says why. ``reason`` is the name of the member of ``Reason`` under which the fallback is counted.
-    """
+    """The kernel cannot run on this input or machine. ``reason`` names the member of ``Reason`` that is counted."""
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
@@ -33,10 +30,9 @@ class KernelUnavailable(RuntimeError):
 
 
 class KernelEntry(NamedTuple):
-    """The function that launches a compiled kernel, and those of its arguments that are the same in every launch.
+    """Launcher of a compiled kernel: ``call(x, y, z, stream, *head, *arguments, *tail)``, where (x, y, z) is the grid.
 
-    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``. (x, y, z) is the grid. ``arguments`` are the
-    kernel's addresses and numbers.
+    ``arguments`` are the kernel's addresses and numbers. The rest is the same in every launch.
     """
 
     call: Callable[..., None]
@@ -50,9 +46,8 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        The entry calls the kernel's launcher ``run`` directly. Triton's usual ``kernel[grid](...)`` ends in the same
-        call (Triton 3.2 and newer). But it first looks up the compiled kernel again, which is most of the 17 us that it
-        takes (H200 machine, Triton 3.6.0).
+        It calls the launcher ``run`` directly, where Triton's ``kernel[grid](...)`` ends too (Triton 3.2 and newer), but after looking up
+        the compiled kernel again, which is most of its 17 us (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -63,12 +58,9 @@ class KernelEntry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
-        """Launch the kernel.
+        """Launch the kernel with its addresses and numbers, without constexprs.
 
-        ``Launch`` and ``MatmulLaunch`` repeat the body of this method instead of calling it, to save a Python call.
-
-        Args:
-            arguments: the kernel's addresses and numbers, without the constexprs.
+        ``Launch`` and ``MatmulLaunch`` repeat this body, to save a Python call.
         """
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
@@ -108,9 +100,8 @@ def allocation_retries(device: int) -> int:
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a new contiguous tensor of two or three dimensions on the device of ``like``.
 
-    The allocation bypasses the dispatcher, because of selective checkpointing. Selective checkpointing can save the
-    result of any op that the dispatcher sees, and return it again in the recompute. If it returned this tensor again,
-    a kernel would write to the tensor a second time.
+    The allocation bypasses the dispatcher. Otherwise selective checkpointing could return this tensor again in the recompute, and a
+    kernel would overwrite it.
     """
     device = like.get_device()
     if current_device() != device:
@@ -122,7 +113,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it is contiguous and 16-byte aligned, else a contiguous and aligned copy."""
+    """Return the tensor, or a copy if it is not contiguous and 16-byte aligned."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -132,12 +123,12 @@ def multiprocessors(device: int | torch.device) -> int:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is on a device that the kernels run on. Dynamo can trace this function."""
+    """Return whether the kernels run on the tensor's device. Dynamo can trace this function."""
     return tensor.device.type == DEVICE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's storage is large enough for it. Sharding and offloading free or shrink storages."""
+    """Return whether the tensor's storage is large enough for it. Sharding and offloading shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
@@ -146,7 +137,7 @@ Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte,
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """Return the address of a tensor's first byte and the address after its last byte."""
+    """Return the addresses of a tensor's first byte and behind its last byte."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -155,12 +146,12 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Return the address range of each tensor. Equal ranges are returned only once, but two ranges may overlap."""
+    """Return the different address ranges of the tensors, which might overlap."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
 def overlap(read: Iterable[Span], start: int, end: int) -> bool:
-    """Return whether a write to the addresses [start, end) would overwrite any of the address ranges in ``read``."""
+    """Return whether [start, end) overlaps any of the address ranges in ``read``."""
     for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)
         if first < end and start < last:
             return True
@@ -168,10 +159,7 @@ def overlap(read: Iterable[Span], start: int, end: int) -> bool:
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> bool:
-    """Return whether a result of this shape, dtype and device index can be written to ``out``.
-
-    ``out`` has to be contiguous and must not require a gradient.
-    """
+    """Return whether ``out`` has this shape, dtype and device index, is contiguous, and requires no gradient."""
     return (
         isinstance(out, torch.Tensor)
         and out.shape == shape
@@ -183,10 +171,7 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compare two tensors bit for bit. Return a flat bool tensor with one result per element.
-
-    Zeros of different sign differ. Any two NaNs are equal.
-    """
+    """Return a flat bool tensor: equal bits per element. Zeros of different sign differ. Any two NaNs are equal."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -198,7 +183,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
+    """Return the driver's newest CUDA version as 1000 * major + 10 * minor, or 0 without a driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -206,11 +191,7 @@ def driver_version() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out.
-
-    For RuntimeErrors the message is checked too: Triton raises a plain RuntimeError if the driver has too little memory
-    to load or launch a kernel.
-    """
+    """Return whether memory ran out. Triton raises a plain RuntimeError for that, so messages are checked too."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )
@@ -220,14 +201,11 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``. If ``built`` has no such key, call ``build`` and store its result.
-
-    If ``build`` fails, its error is stored in ``built``. Later calls raise the error again without calling ``build``.
-    An error that may not happen again is not stored, so a later call tries again.
+    """Return ``built[key]``, calling ``build`` at the first use. An error is stored too and raised again, unless it might not recur.
 
     Raises:
         KernelUnavailable: ``build`` failed (stored), or a CUDA graph is being captured (not stored).
-        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory (not stored).
+        torch.cuda.OutOfMemoryError, MemoryError: not stored.
     """
     if key not in built:
         if is_capturing():
@@ -252,7 +230,7 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Return whether Triton's interpreter runs this kernel: TRITON_INTERPRET was set when the kernel was defined."""
+    """Return whether TRITON_INTERPRET was set when the kernel was defined."""
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
@@ -260,8 +238,8 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
     """Compile a kernel without launching it, and return Triton's CompiledKernel.
 
     Args:
-        arguments: sample tensors and numbers, whose types the kernel is compiled for.
-        values: the kernel's constexprs by name.
+        arguments: samples, whose types the kernel is compiled for.
+        values: the constexprs by name.
 
     Raises:
         KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
@@ -276,18 +254,14 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return the KernelEntry of a kernel. Compile the kernel at the first use of these constexprs and this ``kind``.
-
-    A failed compilation is not tried again; see :func:`built_once`.
+    """Return a kernel's KernelEntry, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
 
     Args:
-        arguments: sample tensors and numbers. All calls with the same ``kind`` must give arguments of the same types.
-        values: the kernel's constexprs by name, in the order of its signature.
-        kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples
-            of 16.
-        options: options of Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start
-            before the previous kernel ends, so the kernel itself must wait for the results of the previous kernel
-            (Triton >= 3.6, sm_90).
+        arguments: samples, of the same types for the same ``kind``.
+        values: the constexprs by name, in the order of the signature.
+        kind: all else that the code depends on: the device, dtypes, and which sizes are multiples of 16.
+        options: of Triton's compiler. With ``launch_pdl`` the kernel might start before the previous one ends, and must wait for its
+            results itself (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
@@ -303,12 +277,11 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream of its device. Compile the kernel at its first use; see ``compiled``.
+    """Launch a kernel on the current stream, compiling it at its first use; see ``compiled``.
 
     Args:
-        grid: the launch grid, or None to compile the kernel without launching it.
-        arguments: the kernel's tensors and numbers. Each tensor must be contiguous and 16-byte aligned. The first
-            argument must be a tensor, whose device the kernel runs on.
+        grid: None compiles without launching.
+        arguments: contiguous, 16-byte aligned tensors, and numbers. The first is a tensor, on whose device the kernel runs.
 
     Raises:
         KernelUnavailable: the kernel cannot be compiled, or its first use is inside a CUDA graph capture.

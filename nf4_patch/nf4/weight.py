@@ -22,11 +22,7 @@ LIMIT = 16384  # the maximum number of memos. A 70B model has 560 weights, and e
 
 
 class WeightMemo:
-    """Memo of one weight: its launch and its cache entry.
-
-    All replaced library functions and the custom op use the same memo. The memo is valid as long as
-    ``PackedWeight.fingerprint`` returns the same value for the weight.
-    """
+    """Per-weight memo (launch, cache entry), shared by all targets and the custom op. Valid while the weight's fingerprint is the same."""
 
     launch: Any = None  # the weight's Launch. It is built after the guards have checked the weight.
     entry: Any = None  # the weight's CacheEntry. The weight cache sets it, and checks at each read that it is valid.
@@ -35,8 +31,7 @@ class WeightMemo:
 class PackedWeight(NamedTuple):
     """A packed 4-bit weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
 
-    A weight with double quantization is called nested, and a weight without it is called flat. In a flat weight,
-    ``absmax2``, ``code2`` and ``offset`` are None.
+    Double quantization is called nested. A flat weight has None for ``absmax2``, ``code2`` and ``offset``.
     """
 
     packed: torch.Tensor  # ceil(n / 2) bytes as any of STORAGE_DTYPES. The high nibble of a byte is the even element.
@@ -53,10 +48,8 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        Computing the fingerprint at each call would be slow, so the memo is looked up by the weight's addresses, shape
-        and dtype. Each memo found there has a check: one call into PyTorch that compares the weight's tensors with the
-        tensors for which the memo was registered (class, dispatch keys, dtype, device, sizes and strides). If the check
-        passes, the fingerprint is the same. The check takes a third of the time of computing the fingerprint.
+        It is found by addresses, shape and dtype. One call into PyTorch then compares the tensors with those that were registered (class,
+        dispatch keys, dtype, device, sizes, strides), which takes a third of the time of a fingerprint and implies the same one.
 
         Raises:
             AttributeError: a field is not a tensor.
@@ -83,13 +76,11 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the WeightMemo for weights with this weight's fingerprint.
-
-        It is also stored in ``_checked``, so that ``memo()`` finds it at once when it is called with the same tensors.
+        """Return the memo for this weight's fingerprint, and store it so that ``memo()`` finds it at once.
 
         Args:
-            place: the key in ``_checked``: the addresses of the weight's tensors, and all other fields.
-            tensors: the weight's tensors. ``memo`` compares the tensors of later calls with them.
+            place: the addresses of the weight's tensors, and all other fields.
+            tensors: the weight's tensors, with which ``memo`` compares later ones.
         """
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
@@ -102,10 +93,7 @@ class PackedWeight(NamedTuple):
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return all addresses of the weight and all properties that the guards check.
-
-        The fingerprint has no property that changes between two calls with the same weight, such as dispatch keys.
-        """
+        """Return all addresses, and all properties that guards check and that stay the same between two calls."""
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]
         return (
@@ -118,19 +106,15 @@ class PackedWeight(NamedTuple):
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """Return the tensor that owns the memory of the packed bytes: a parameter, unless the bytes were computed or copied.
+        """Return the tensor that owns the packed bytes: a parameter, unless the bytes were computed or copied.
 
-        If Inductor computed or reinterpreted the packed bytes, they have no ``_base``, and this method returns them.
-        They are then not a parameter, and their address and version counter do not identify the weight.
+        Bytes that Inductor computed have no ``_base``. Their address and version counter do not identify the weight.
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that are passed to a kernel: packed, absmax, code, absmax2, code2, offset.
-
-        ``code`` holds the 16 values of the quant_type. A flat weight has no absmax2, code2 and offset. The kernel does
-        not read them then, but its arguments must be addresses, so ``code`` is passed in their place.
+        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset. For a flat weight, ``code`` stands for the last three.
 
         Raises:
             KernelUnavailable: GRAPH_CAPTURE, if ``code`` is not on the device yet and a CUDA graph is being captured.
@@ -153,14 +137,11 @@ class PackedWeight(NamedTuple):
         return None if self.offset is None else self.offset.dtype
 
     def transposed(self) -> bool:
-        """Return whether the packed bytes have shape [1, bytes]. bitsandbytes then returns the transposed weight."""
+        """Return whether the packed bytes are [1, bytes]. bitsandbytes then returns the transposed weight."""
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Return the largest power of two, up to 64, that divides both K and the blocksize of a weight [N, K].
-
-        If each row is cut into pieces of this length, every piece lies in one block and so has a single scale.
-        """
+        """Return the largest power of two, up to 64, that divides K and the blocksize. A piece of a row of this length has one scale."""
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
     def nbytes(self) -> int:

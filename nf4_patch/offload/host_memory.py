@@ -1,8 +1,6 @@
-"""Pinned host memory for packed weights.
+"""Pinned host memory for packed weights, mapped into the GPU's address space.
 
-With ``enable(offload="6GiB")`` packed weights take up to 6 GiB of each GPU, and all other packed weights are in this
-memory. The memory is mapped into the GPU's address space at the host's address, so a tensor in it is still a CUDA
-tensor. Every operation on the tensor works as before, only slower, because the GPU reads the tensor over the bus.
+A tensor in it is still a CUDA tensor. Every operation works as before, only slower, because the GPU reads it over the bus.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ ADVICE = 'free host memory, or keep more weights on the GPU with a larger offloa
 
 
 class Cuda:
-    """All CUDA calls of the offload folder. Tests replace this class with a version for plain CPU tensors."""
+    """All CUDA calls of the offload folder, which tests replace."""
 
     kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -38,7 +36,7 @@ class Cuda:
     handle = staticmethod(runtime.current_stream)
 
     def register(self, host: Tensor, device: torch.device) -> str:
-        """Pin memory and map it into the address space of every GPU. Return the error, or "" on success."""
+        """Pin memory and map it into the address space of every GPU. Return the error, or ""."""
         cudart, same = torch.cuda.cudart(), ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
@@ -52,11 +50,7 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory.
-
-        Unpinning would break a CUDA graph capture. So during a capture the memory stays pinned, and the first call
-        of this method after the capture unpins it.
-        """
+        """Unpin memory. During a CUDA graph capture, which unpinning would break, leave it to the first call afterwards."""
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
@@ -64,11 +58,7 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], whose memory is the host memory that ``part`` describes.
-
-        Args:
-            part: an object with ``__cuda_array_interface__``. The tensor keeps this object alive.
-        """
+        """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes. It keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -80,12 +70,9 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """The pinned host memory of one decoder layer, which is prefetched as a whole.
+    """Pinned host memory of one decoder layer's packed weights, which are prefetched as a whole.
 
-    The block holds packed weights of the layer, and lives as long as any CUDA tensor in it.
-
-    Raises:
-        MemoryError: the memory cannot be allocated or pinned.
+    It lives as long as any CUDA tensor in it. MemoryError: it cannot be allocated or pinned.
     """
 
     def __init__(self, capacity: int, device: torch.device):
@@ -105,10 +92,7 @@ class HostBlock:
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the block, and return the copy as a CUDA tensor.
-
-        If the block has too little room, return ``tensor`` itself.
-        """
+        """Return a copy of a tensor in the block, or ``tensor`` itself if there is no room."""
         destination = self.host[self.size : self.size + tensor.nbytes]
         if destination.nbytes < tensor.nbytes:
             return tensor
@@ -122,7 +106,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return which bytes of ``host`` are this tensor, or None if the block does not hold it. It holds no slices."""
+        """Return which bytes of ``host`` are this tensor, or None if it is none of the block's tensors, such as a slice of one."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()
@@ -138,11 +122,7 @@ on_last_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
-    """Return pinned host memory, uint8 [size], that is mapped into the address space of every GPU.
-
-    Raises:
-        MemoryError: the memory cannot be allocated or pinned.
-    """
+    """Allocate and pin host memory, uint8 [size], or raise MemoryError."""
     try:
         # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned memory
         # would waste memory, because PyTorch rounds its size up to a power of two.
@@ -160,7 +140,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def no_block() -> None:
-    """Return None, as a weak reference to a freed block does. This function stands for "no block"."""
+    """Stand for "no block", as a weak reference to a freed block does."""
 
 
 def living() -> set[HostBlock]:
@@ -168,7 +148,7 @@ def living() -> set[HostBlock]:
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
-    """Remove the tensors of a freed host block from ``blocks``, and unpin the block's memory."""
+    """Remove a freed block's tensors from ``blocks``, and unpin its memory."""
     for address in sizes:
         blocks.pop(address, None)
     if os.getpid() == process:  # a forked child has no CUDA

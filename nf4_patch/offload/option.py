@@ -6,12 +6,11 @@ import sys
 from dataclasses import dataclass
 
 from ..patching.option import Option, size_in_words
-from ..patching.target import TESTED_LOADING, Target
 
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """The offload part of ``status()`` for one GPU. It covers the models with packed weights in host memory."""
+    """Part of ``status()`` for one GPU: the models with packed weights in host memory."""
 
     resident: int = 0  # bytes of packed weights of layers on the GPU, including the prefetch buffers
     in_host: int = 0  # bytes of packed weights in host memory
@@ -42,19 +41,5 @@ OFFLOAD = Option(
     "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded "
     "afterwards.",
     size=True, on="6GiB",
-    targets=(
-        Target(
-            "transformers.modeling_utils:caching_allocator_warmup", ">= 5.17", TESTED_LOADING,
-            (("model", "expanded_device_map", "hf_quantizer"),), ".offload.loading:warm_up",
-            "the memory that transformers reserves before it loads a model",
-            option="offload", patch_copies=True, uncounted="it loads and saves models",
-        ),
-        Target(
-            "transformers.core_model_loading:set_param_for_module", ">= 5.17", TESTED_LOADING,
-            (("model", "target_name", "param_value", "loading_info", "hf_quantizer"),), ".offload.loading:put",
-            "moving packed weights to host memory while a model is loaded",
-            option="offload", patch_copies=True, uncounted="it loads and saves models",
-        ),
-    ),
     report=report, lines=lines,
 )  # fmt: skip

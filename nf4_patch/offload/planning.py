@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..patching.counters import warn_once
 from ..patching.option import ConfigError, size_in_words
 from ..patching.switch import switch
 from . import host_memory
@@ -34,10 +35,7 @@ def layer_of(full_name: str) -> str:
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the size in bytes of a packed weight together with its absmax tensors.
-
-    A block has 64 elements. A second-level block, which only a nested weight has, has 256 blocks.
-    """
+    """Return the bytes of a packed weight with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
@@ -45,8 +43,7 @@ def packed_size(elements: int, nested: bool) -> int:
 def free_memory(root: Path = Path("/")) -> float:
     """Return the host memory in bytes that this process may still use, or infinity if Linux does not tell.
 
-    It is the smallest of MemAvailable and, for each cgroup of the process, the limit minus the memory in use. Inactive
-    page cache does not count as used, because Linux frees it under pressure.
+    It is the smallest of MemAvailable and each cgroup's limit minus its memory in use, without inactive page cache.
     """
     found = float("inf")
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -74,22 +71,24 @@ def free_memory(root: Path = Path("/")) -> float:
 
 
 def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which decoder layers of a model go to host memory, and pin the memory. The blocks are in ``plans``.
-
-    All packed weights of a layer go to the same memory. Packed weights outside of layers stay on the GPU.
+    """Decide which decoder layers go to host memory, and record their host blocks in ``plans``.
 
     Args:
         weights: (full name, device, packed bytes) of each weight that will be packed.
 
     Raises:
-        ConfigError: the size given as ``offload`` is too small for the two prefetch buffers.
-        MemoryError: the chosen layers need more host memory than is free or can be pinned.
+        ConfigError: the size is too small for the two prefetch buffers.
+        MemoryError: the layers need more host memory than is free or can be pinned.
     """
     planned: dict[torch.device, Counter[str]] = {}
     tensors: Counter[str] = Counter()
     for name, place, size in weights:
-        layer = layer_of(name)
-        if layer and torch.device(place).type == host_memory.cuda.kind:
+        layer, device = layer_of(name), torch.device(place)
+        if device.type != host_memory.cuda.kind:
+            warn_once(
+                f"nf4_patch: offload is ignored for weights on the device {device}, because it moves weights to and from a GPU"
+            )
+        elif layer:
             planned.setdefault(torch.empty(0, device=place).device, Counter())[layer] += size
             tensors[layer] += 3  # packed, absmax and absmax2
     chosen: list[list[tuple[Place, int]]] = []
@@ -131,10 +130,7 @@ def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """Move a packed weight and its absmax tensors to host memory, if ``plan`` chose its layer for host memory.
-
-    Return ``parameter`` in both cases.
-    """
+    """Return ``parameter``, moved to host memory with its absmax tensors if ``plan`` chose its layer."""
     state = getattr(parameter, "quant_state", None)
     if state is None or model not in plans:
         return parameter

@@ -1,7 +1,6 @@
-"""Prefetch of packed weights: while one layer computes, the next layer is copied from host memory to the GPU.
+"""Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
-The copies run on a separate CUDA stream. Each GPU has two buffers: while one layer is read from one buffer, the next
-layer is copied into the other buffer.
+The copies run on a separate CUDA stream, into two buffers per GPU in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ gate = switch.gates["offload"]
 
 
 class Buffer:
-    """GPU memory for a copy of one host block. It is allocated on the copy stream."""
+    """GPU memory for a copy of one host block, allocated on the copy stream."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -61,7 +60,7 @@ class Buffer:
 
 
 class Prefetcher:
-    """Prefetcher of one GPU: two buffers, a copy stream, and the order in which host blocks are read."""
+    """Buffers, copy stream and reading order of one GPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
@@ -76,10 +75,7 @@ class Prefetcher:
     def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Return ``run(copy)`` for the weight's copy in a prefetch buffer. If no buffer holds the weight, copy it now.
-
-        Return None for a slice of a weight, which is never read from a buffer.
-        """
+        """Return ``run(copy)`` for the weight's copy in a prefetch buffer, which is made now if there is none. None: a slice."""
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         address = fingerprint[0]
         with self.lock:
@@ -110,10 +106,7 @@ class Prefetcher:
             return run(buffer.copy_of(weight, reference, block))
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """Record that ``block`` is read now. Return the block that probably comes next, or None.
-
-        This is the block that came next when ``block`` was last read after the same block as now.
-        """
+        """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
@@ -122,14 +115,10 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Start the copy of a host block into a buffer. The copy waits until all earlier reads of the buffer are done.
-
-        Args:
-            ahead: whether the copy is a prefetch. It is not if the caller needs the block now.
-        """
+        """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: nobody waits for it yet."""
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
-        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``decode`` then copies the block
+        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``read`` then copies the weight
         # again.
         if not ahead:
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
@@ -157,7 +146,7 @@ class Prefetcher:
         buffer.arrived.record(self.stream)
 
     def empty(self, buffer: Buffer) -> None:
-        """Mark the buffer as empty, and let the copy stream wait until all reads of the buffer are done."""
+        """Mark the buffer as empty, and let the copy stream wait for its reads."""
         buffer.block = None
         self.wait(buffer)
 
@@ -180,7 +169,7 @@ prefetchers: dict[torch.device, Prefetcher] = {}
 
 
 class Prefetch(dequantizer.Prefetch):
-    """The prefetch of the process."""
+    """The prefetch for all Dequantizers and fused matmuls of the process."""
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Any]) -> Any:
         """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight has to be read where it is."""
@@ -198,10 +187,9 @@ class Prefetch(dequantizer.Prefetch):
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes whenever packed, absmax or absmax2 is replaced or written to.
+    """Return a fingerprint that changes at every write.
 
-    Return None if no fingerprint can do this: the packed bytes are not a parameter, as ``parameter.data`` is not, or one
-    of the three is an inference tensor.
+    None: an inference tensor has no version counter, and ``parameter.data`` has one of its own.
     """
     packed, absmax, absmax2, *_ = weight
     if not isinstance(weight.owner(), torch.nn.Parameter):

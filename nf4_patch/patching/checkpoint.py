@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
 
-UNSLOTH = "unsloth_zoo.gradient_checkpointing"  # the Python module of Unsloth's checkpoint
-UNSLOTHS = UNSLOTH, "unsloth_checkpoint"
-CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), UNSLOTHS
+from .targets import LIBRARIES, MODULES
+
+OTHERS = [library.checkpoint for library in LIBRARIES if library.checkpoint]  # always reentrant
+MODELS = MODULES["models"]
+CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), *OTHERS
+OFFLOADING = {module for module, _ in OTHERS}
 # Options that do not change what the layer computes, and their harmless values. A check of the recompute can only raise an
 # error, and its early end only saves time. A checkpoint with other options, such as ``context_fn``, is not recognized.
 HARMLESS = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
 
-# The methods of transformers that define this function: up to 5.17 and in newer releases
-OFFLOADING = (
+# The methods of transformers that define the function of its option ``offload``: up to 5.17, and in newer releases
+ON_HOST = (
     "PreTrainedModel.gradient_checkpointing_enable",
     "PreTrainedModel._activation_checkpointing_enable",
 )
@@ -46,10 +49,10 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
     # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
     module = getattr(inner, "__globals__", {}).get("__name__")
     if name in CHECKPOINTS and module in ("torch._compile", name[0]):
-        # PyTorch takes None as True. Unsloth's checkpoint is always reentrant.
-        reentrant = reentrant is not False or name == UNSLOTHS
+        # PyTorch takes None as True.
+        reentrant = reentrant is not False or name in OTHERS
         kind: Any = torch.utils.checkpoint.CheckpointFunction
-        return Checkpoint(reentrant, reentrant and kind.__module__ == UNSLOTH, bool(preserves_rng))
+        return Checkpoint(reentrant, reentrant and kind.__module__ in OFFLOADING, bool(preserves_rng))
     if is_offloading(inner):
         found = checkpoint_of(partial(inner.__globals__["checkpoint"], **function.keywords))
         return None if found is None or found.saves_on_host else found._replace(saves_on_host=True)
@@ -61,9 +64,9 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
 
 def is_offloading(function: Any) -> bool:
     """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
-    models = sys.modules.get("transformers.modeling_utils")
+    models = sys.modules.get(MODELS)
     method = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
-    return method in OFFLOADING and models is not None and function.__globals__ is vars(models)
+    return method in ON_HOST and models is not None and function.__globals__ is vars(models)
 
 
 def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from .reasons import Reason
+from .targets import MODULES
 
 # is_compiling returns whether Dynamo traces. torch.export(strict=False) does not use Dynamo, so is_compiling returns
 # False during such an export. Callers recognize the export by its dispatch mode.
@@ -28,6 +29,7 @@ saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
 batched: Any = torch._C._parse_dispatch_key("Batched")  # the dispatch key of tensors under torch.autograd's own vmap
+LAYERS = MODULES["4-bit layers"]  # the Python module of the class of packed parameters
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # the classes of tensors that override no operator
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of classes that do not define it
 own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
@@ -44,7 +46,7 @@ def returns_tensors(cls: type) -> bool:
     if cls.__torch_dispatch__ is not own_dispatch:  # type: ignore[attr-defined]
         return False
     function: Any = cls.__torch_function__  # type: ignore[attr-defined]
-    return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
+    return function is own_function or getattr(function, "__module__", "") == LAYERS
 
 
 def function_mode_active() -> bool:

@@ -233,7 +233,7 @@ def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], 
     is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``.
 
     The decorated adapter is a factory: given a target and the original function, it returns the replacement, which
-    calls the adapter. The field ``replace`` of a row in targets.py names the factory.
+    calls the adapter. The field ``replace`` of a ``Target`` names the factory.
 
     Args:
         readers: the argument ``readers`` of ``Dequantizer``.

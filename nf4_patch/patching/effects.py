@@ -18,6 +18,7 @@ from .option import OPTIONS, Option, size_in_words
 from .reasons import NOT_MEANT, TEMPORARY, Reason
 from .switch import switch
 from .target import Target
+from .targets import TARGETS
 
 # After so many refused calls of one target for one Reason, the log says what the option did so far.
 SOON, LATE = 100, 10_000  # LATE: for Reasons in TEMPORARY and NOT_MEANT
@@ -58,7 +59,7 @@ def effects() -> dict[str, Effect]:
 
 def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
     """Return how many calls an option handled, and how many it refused by the Reason's name."""
-    targets = {target.name for each in OPTIONS.values() for target in each.targets if owner(target) == name} | {name}
+    targets = {target.name for target in TARGETS if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):
         row = targets_by_name().get(target)
@@ -118,7 +119,7 @@ def explain(name: str) -> str:
 
 @functools.cache
 def targets_by_name() -> dict[str, Target]:
-    return {target.name: target for option in OPTIONS.values() for target in option.targets}
+    return {target.name: target for target in TARGETS}
 
 
 def refused(target: str, reason: Reason) -> None:

@@ -12,8 +12,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _contextlib as torch_decorators
 
 from .placement import is_ours
+from .targets import MODULES
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+PLACED = MODULES["hooks of placed modules"]
 HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # PyTorch's dicts of hooks on all modules
 
 
@@ -31,9 +33,9 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     if hook is None and forward is None:
         return False
     if hook is not None:
-        accelerate = sys.modules.get("accelerate.hooks")
-        only_moves = accelerate is not None and type(hook) is accelerate.AlignDevicesHook and not hook.offload
-        if not (only_moves and is_written_in(accelerate, getattr(forward, "func", None))):
+        library = sys.modules.get(PLACED)
+        only_moves = library is not None and type(hook) is library.AlignDevicesHook and not hook.offload
+        if not (only_moves and is_written_in(library, getattr(forward, "func", None))):
             return True
         forward = own.get("_old_forward")
     function = getattr(forward, "__func__", None)

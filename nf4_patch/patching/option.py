@@ -1,7 +1,7 @@
 """The types of environment variables and options. An option is a variable that is also an argument of ``enable``.
 
 Each option has a folder of its own, with a module ``option`` that defines the option. When that module is imported, it
-imports only this module and ``target`` from nf4_patch.
+imports only this module and ``memory.waits`` from nf4_patch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from ..version import holds, release_of
 from .target import Target
+from .targets import TARGETS
 
 
 class ConfigError(ValueError):
@@ -107,18 +108,22 @@ class Variable:
 
 @dataclass(frozen=True)
 class Option(Variable):
-    """An option: its environment variable, the functions that it replaces, and its part of ``status()``."""
+    """An option: its environment variable and its part of ``status()``."""
 
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
     fast: str = ""  # the value in the profile "fast"; "" if the option needs a decision
-    targets: tuple[Target, ...] = ()
     calls: str = ""  # what ``Effect.used`` counts, in words; "" if ``lines`` says all
     # takes the option's current value, and returns the option's field of ``Status``
     report: Callable[[str | int], Any] | None = None
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
     # takes the report, and returns how many calls the option handled. Without it, kernel launches of ``targets`` count
     used: Callable[[Any], int] | None = None
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Return the rows of TARGETS that belong to the option first."""
+        return tuple(target for target in TARGETS if target.option == self.argument)
 
     def word(self, text: str) -> str:
         """Accept "true" (the option's only value besides "off") and "false"."""

@@ -9,13 +9,12 @@ from typing import Any
 from .module_hooks import is_written_in
 from .placement import is_ours
 from .target import Target
+from .targets import LIBRARIES
 
 # Each function in PASSED_ON only returns the dequantized weight to its own caller. The keys are the functions' modules.
-PASSED_ON = {
-    "unsloth.kernels.utils": "fast_dequantize",
-    "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
-    "torch.utils._contextlib": "decorate_context",
-}
+PASSED_ON = {"torch.utils._contextlib": "decorate_context"}
+for library in LIBRARIES:
+    PASSED_ON.update(library.relays)
 
 
 def is_own(function: Any, module: str, *names: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -222,53 +221,44 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
     copy another name does so on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
-    wanted = set(map(id, functions))
+    wanted, library = set(map(id, functions)), target.library
     found: list[Place] = []
     for module_name, module in list(sys.modules.items()):
         kind = type(module)  # isinstance() and vars() would run code of a lazy module
-        if issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__:
+        if kind is ModuleType or (
+            issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__
+        ):
             held = HELD.__get__(module)
-            names = list(held) if module_name.split(".")[0] == target.library else [own_name]
-            found += [(module, name) for name in names if id(held.get(name)) in wanted]
+            if module_name.partition(".")[0] == library:
+                found += [(module, name) for name in list(held) if id(held.get(name)) in wanted]
+            elif id(held.get(own_name)) in wanted:
+                found.append((module, own_name))
     return found
 
 
 def is_wrapped_by(pair: Pair, function: Any) -> bool:
-    """Return whether ``function`` is the pair's replacement, or a wrapper that may call it.
-
-    The replacement is searched for among the objects that ``held_by`` yields for the wrapper, and among theirs.
-    """
-    seen = {id(pair.original): pair.original}  # ``seen`` keeps the objects alive, so that no id is reused
+    """Return whether ``function`` is the pair's replacement, or a wrapper that may call it."""
+    seen = {id(pair.original): pair.original}  # ``seen`` keeps the functions alive, so that no id is reused
     waiting = [function]
     for current in waiting:
         if current is pair.replacement:
             return True
-        if callable(current) and id(current) not in seen and len(seen) < 1000:
+        if id(current) not in seen and len(seen) < 1000:
             seen[id(current)] = current
-            waiting += held_by(current)
+            waiting += functions_in(current)
     return False
 
 
-def held_by(function: Any) -> Iterator[Any]:
-    """Yield the objects that a callable may call: attributes, bound arguments, closure cells, defaults and named globals."""
+def functions_in(function: Any) -> Iterator[Any]:
+    """Yield the functions that a wrapper holds as ``__wrapped__``, in closure cells and in the globals that it names.
+
+    ``__wrapped__`` alone is not enough: Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
+    """
     with contextlib.suppress(Exception):  # attributes of other libraries' objects may raise any error
-        yield getattr(function, "__wrapped__", None)
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    if not isinstance(owner, (type, ModuleType)):
-        with contextlib.suppress(Exception):
-            yield from vars(owner).values()
-        with contextlib.suppress(Exception):
-            yield from (getattr(owner, name, None) for name in getattr(type(owner), "__slots__", ()))
-    if isinstance(function, functools.partial):
-        yield from (function.func, *function.args, *function.keywords.values())
-    elif isinstance(function, MethodType):
-        yield function.__func__
-    elif isinstance(function, FunctionType):
-        yield from (function.__defaults__ or ())
-        yield from (function.__kwdefaults__ or {}).values()
-        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield function.__wrapped__
+    if isinstance(function, FunctionType):
+        held = [function.__globals__.get(name) for name in function.__code__.co_names]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell is empty
-                yield cell.cell_contents
-    else:
-        yield vars(type(function)).get("__call__")
+                held.append(cell.cell_contents)
+        yield from (each for each in held if isinstance(each, FunctionType))

@@ -126,7 +126,8 @@ class Reason(enum.Enum):
     )
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
     GRAPH_HOOKED = (
-        "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"
+        "the decoder layer has hooks or compiled modules, is spread by a device_map, has sharded parameters (FSDP, ZeRO-3), or its"
+        " outputs are recorded"
     )
     GRAPH_OWN_CODE = (
         "the decoder layer runs code of the script or notebook, which may read anything, and a CUDA graph runs no Python",
@@ -137,22 +138,24 @@ class Reason(enum.Enum):
         " under a reentrant checkpoint, and a CUDA graph adds up gradients in another order",
         "give each layer its own adapter, and set use_reentrant=False",
     )
-    GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
-    GRAPH_SHARDED = "the decoder layer's parameters are sharded (FSDP, ZeRO-3)"
+    GRAPH_MODE = (
+        'anomaly detection, a profiler, another capture, an outer checkpoint or offload="..." is active, or another CUDA stream than'
+        " the one that the graphs belong to"
+    )
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
-    GRAPH_STREAM = "the decoder layer was called on another CUDA stream than the one its graphs belong to"
     GRAPH_BACKWARD = (
         "the backward of the decoder layer runs inside autocast, under create_graph=True, on another CUDA stream, in a mode or"
         " transform, or with other settings than the forward, or the layer or its graphs changed after the forward",
         "call loss.backward() after the autocast block",
     )
-    GRAPH_SYNCHRONIZES = "an operation in the decoder layer waits for the GPU, which a CUDA graph cannot do"
-    GRAPH_RANDOM = "the decoder layer draws random numbers on the host, which a CUDA graph would repeat"
     GRAPH_STATE = (
         "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward"
     )
     GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
-    GRAPH_FAILED = "the capture of the decoder layer failed"
+    GRAPH_FAILED = (
+        "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
+        "see the log for the line, and replace the operation there",
+    )
     GRAPH_THREADS = (
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
         "do what uses the GPU in one thread, and run other threads in modules that do not import torch",
@@ -209,6 +212,5 @@ TEMPORARY = {
     Reason.ACTIVATIONS_WAITING,
     Reason.GRAPH_NEW_SHAPE,
     Reason.GRAPH_CHANGED,
-    Reason.GRAPH_STREAM,
     Reason.GRAPH_BACKWARD,
 }

@@ -1,4 +1,4 @@
-"""The class ``Target``, a row of the table ``TARGETS``, and constants that the rows of several options use."""
+"""The class ``Target``, a row of the table ``TARGETS``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ ANY: tuple[Parameters, ...] = ()  # stands for the parameters of a function writ
 ALWAYS = "always"  # an ``option`` that is never off
 
 
+def function_at(place: str) -> Any:
+    """Return the function at "module:function", relative to this package."""
+    module, function = place.split(":")
+    return getattr(importlib.import_module(module, PACKAGE), function)
+
+
 @dataclass(frozen=True)
 class Target:
     """A library function that nf4_patch replaces: one row of the table ``TARGETS``.
@@ -25,7 +31,7 @@ class Target:
         tested: releases that the tests ran with.
         parameters: lists of parameter names that the replacement supports. A function with other names is not patched.
         replace: the function that makes the replacement, as "module:function" relative to this package, for example
-            ".adapters.unsloth:fast_dequantize". This function takes the row and the original.
+            ".libraries.unsloth.adapters:fast_dequantize". This function takes the row and the original.
         covers: the calls that the replacement speeds up, or its purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
         option: the option that has to be on. "" means that only the patch has to be on. ALWAYS means that the
             replacement stays in place when the patch is turned off, because models with packed experts still need it.
@@ -37,6 +43,9 @@ class Target:
         own: names in the code of the library's function, if the replacement computes the function's result itself. If
             somebody else replaced the function, theirs runs (Reason.REPLACED). Empty for a dequantization, which can
             mean only one thing.
+        rows: if the fused matmul is timed against the function, the most rows that the function multiplies.
+        timed: the function that calls the original to time it, as in ``replace``. It takes the original, x [m, k], the
+            PackedWeight and the QuantState.
         computes: further functions that the replacement computes instead of calling them, as "module:attribute".
     """
 
@@ -53,6 +62,8 @@ class Target:
     uncounted: str = ""
     patch_copies: bool = False
     own: tuple[str, ...] = ()
+    rows: int = 0
+    timed: str = ""
     computes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -90,17 +101,8 @@ class Target:
 
     def make(self, original: Callable[..., Any]) -> Any:
         """Return the replacement of ``original``, marked for ``placement.is_ours``."""
-        module, function = self.replace.split(":")
-        replacement: Any = getattr(importlib.import_module(module, PACKAGE), function)(self, original)
+        replacement: Any = function_at(self.replace)(self, original)
         # ``is_ours`` recognizes the replacement by this mark. If another library wraps the replacement, functools.wraps
         # copies the mark to the wrapper. So the mark names the replacement, which the wrapper is not.
         replacement.__nf4_patch__ = replacement, Target
         return replacement
-
-
-SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
-LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL),)
-# Each TESTED_ constant holds releases that scripts/release_matrix.py tested. docs/data/releases.json has the machines.
-TESTED_OP = ("0.50.2",)
-TESTED_UNSLOTH = ("2026.9.7", "2026.10.9")
-TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")

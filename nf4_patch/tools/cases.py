@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield all cases. For each output dtype, the cases cover all properties that affect the kernel or its launch."""
+    """Yield all cases: for each output dtype, all properties that affect the kernel or its launch."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)
@@ -48,10 +48,9 @@ def every_case() -> Iterator[Case]:
 
 
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """Quantize a random weight with bitsandbytes, and return the packed weight and its QuantState.
+    """Return a random weight packed by bitsandbytes, and its QuantState.
 
-    The random values are as large as those of a transformer's weight. FP4 has a minus zero, which a random weight may
-    not contain. So the first and the last packed byte of an FP4 weight are set to the codes of minus zero and zero.
+    The first and the last byte of an FP4 weight hold minus zero and zero, which a random weight might lack.
     """
     import bitsandbytes.functional as F
 

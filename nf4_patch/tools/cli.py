@@ -1,13 +1,7 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
-Each command is a click.Command in this module. The command declares its options, and calls the module of the same name,
-which does the work. That module is imported only when the command runs, so that ``nf4-patch --help`` does not import
-torch. The imported module uses neither click nor the console. It returns a ``report.Report``, and shows its progress by
-calling a ``report.Progress``.
-
-This module prints the report and exits with the report's exit code. It adds the option ``--json FILE`` to every
-command, and writes the report to that file. Wrong usage raises ``click.UsageError``. A task that is impossible on this
-machine raises ``report.NotAvailable``.
+Each command calls the module of its name, which is imported only when the command runs, so that ``--help`` does not import
+torch. That module uses neither click nor the console: it returns a ``report.Report``, and calls a ``report.Progress``.
 """
 
 from __future__ import annotations
@@ -89,7 +83,7 @@ class ProgressLine:
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth."""
+    """Faster QLoRA training in less GPU memory, for peft, TRL and Unsloth, with one line of code."""
     ctx.obj = progress = ProgressLine()
     ctx.call_on_close(progress.clear)
 
@@ -112,7 +106,7 @@ def finish(ctx: click.Context, report: Any) -> None:
 
 
 def wrapped(text: str) -> str:
-    """Wrap a text to the width of the terminal and indent its continuation lines. Words are never broken."""
+    """Wrap a text to the width of the terminal without breaking words, and indent its continuation lines."""
     width = shutil.get_terminal_size().columns
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

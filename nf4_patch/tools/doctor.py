@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import platform
 import sys
@@ -15,22 +16,24 @@ import torch
 
 import nf4_patch
 
-from ..adapters import unsloth as unsloth_adapter
 from ..graphs.option import WAIT_FOR_PYTHON
+from ..libraries.bitsandbytes import cpu
+from ..libraries.unsloth import DEQUANTIZE
+from ..libraries.unsloth import adapters as unsloth_adapter
 from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
 from ..options import OPTIONS
-from ..patching import cpu
 from ..patching.config import VARIABLES, Config, options_set, unknown_variables
-from ..patching.option import FAST, size_in_words
+from ..patching.option import size_in_words
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.target import Target
 from ..patching.targets import TARGETS
 from ..snapshot import TargetStatus
 from ..version import holds, release_of
+from . import advice
 from .offload import lines as offload_lines
 from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
@@ -42,7 +45,6 @@ TAKE_FP16 = (
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are only counted, not listed
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
-SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -73,7 +75,7 @@ class Gpu:
 
 @dataclass
 class Judged:
-    """The state that a target would have in a training run on this machine, and why."""
+    """State that a target would have in a training run on this machine."""
 
     name: str
     state: State
@@ -95,10 +97,7 @@ class DoctorReport(Report):
     offload: tuple[str, ...] = ()  # what to type for the model that was named
 
     def problems(self) -> list[str]:
-        """Return the reasons why calls would run the original.
-
-        The list is empty if the kernel would run for every installed target.
-        """
+        """Return the reasons why calls would run the original."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         failing = [gpu for gpu in self.gpus if gpu.failures]
@@ -129,7 +128,7 @@ class DoctorReport(Report):
         if self.lines and not self.problems():
             yield ""
             yield "What to type:"
-            yield from (f"  {who + ':':24}{line}" for who, line in self.lines.items())
+            yield from (f"  {who + ':':25}{line}" for who, line in self.lines.items())
         yield ""
         yield from self.offload
         for gpu in self.gpus:
@@ -158,12 +157,11 @@ class DoctorReport(Report):
 
 
 def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False, offload: str = "") -> DoctorReport:
-    """Examine the machine: compile the kernels, enable the patch, look at the targets, and disable the patch again.
+    """Examine the machine: compile the kernels, and enable the patch for a moment to look at the targets.
 
     Args:
-        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only Unsloth's release is checked.
-        verbose: the report shows every target and kernel.
-        offload: a model's name or folder, for which the report says what ``offload=`` it needs.
+        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only its release is checked.
+        offload: a model's name or folder, for which the report says which ``offload=`` it needs.
 
     Raises:
         ConfigError: an NF4_* variable has an unknown value.
@@ -174,7 +172,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     releases = installed_releases()
     gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
     targets, limits = examine_targets(unsloth, config, tell)
-    lines = lines_to_type(releases, [gpu.capability for gpu in gpus])
+    lines = lines_to_type(releases, gpus)
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
@@ -182,24 +180,24 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     )  # fmt: skip
 
 
-def lines_to_type(releases: dict[str, str], capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
-    """Return the lines of code that the user should type.
+def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the lines that the user should type, by what they are for.
 
-    Args:
-        capabilities: compute capability of each GPU. Batches of few lengths are suggested only for a GPU that is so fast
-            that it waits for Python, because CUDA graphs need them.
+    Only a GPU that waits for Python needs batches of few lengths. A mixture must fit on the GPU with the least memory.
     """
 
     def has(name: str, condition: str) -> bool:
         return name in releases and holds(releases[name], condition)
 
-    lines = {"to train faster": f'nf4_patch.enable("{FAST}")', "or with the same bits": "nf4_patch.enable()"}
-    if has("transformers", ">= 4.53") and any(capability >= WAIT_FOR_PYTHON for capability in capabilities):
-        lines["also in SFTConfig"] = SETTINGS
-    fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
-    lines["mixtures of experts"] = (
-        f'nf4_patch.enable("{FAST}", experts="4bit")' if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
-    )
+    lines = {"to train faster": f"nf4_patch.{advice.DENSE.line}", "or with the same bits": "nf4_patch.enable()"}
+    if has("transformers", ">= 4.53") and any(gpu.capability >= WAIT_FOR_PYTHON for gpu in gpus):
+        lines["also in SFTConfig"] = advice.SETTINGS
+    if not (has("transformers", ">= 5.17") and has("peft", ">= 0.17")):
+        return lines | {"mixtures of experts": "upgrade to transformers 5.17, peft 0.17 or newer"}
+    fits = advice.mixture(min((gpu.gibibytes * 1.073741824 for gpu in gpus), default=math.inf))
+    lines["mixtures of experts"] = f"nf4_patch.{fits.line}" if fits else "Qwen3-30B-A3B does not fit, even with offload"
+    if fits and fits is not advice.MIXTURES[0]:
+        lines["for Qwen3-30B-A3B also"] = ", ".join([*fits.model.split(", ")[1:], fits.also])  # the rank of LoRA
     return lines
 
 
@@ -259,10 +257,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[Judged], list[str]]:
-    """Import the libraries and enable the patch for a moment.
-
-    Return the status of each target, and sentences about calls that would not get faster.
-    """
+    """Return each target's state, and sentences about calls that would not get faster. Imports the libraries."""
     # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
@@ -287,13 +282,12 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> Judged:
-    """Judge the state that a target would have in a training run on this machine.
+    """Return the state that a target would have in a training run.
 
     Args:
-        release: the installed release of the target's library, or "".
-        status: the target's status in this process, taken while ``examine_targets`` had the patch on.
-        failure: why the import of the target's library failed, or "".
-        config: the configuration that the environment variables set.
+        release: of the target's library, or "".
+        status: taken while ``examine_targets`` had the patch on.
+        failure: why the import of the library failed, or "".
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)
@@ -319,7 +313,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 def kept(target: Target, release: str, state: State) -> list[str]:
     """Return sentences that say which calls of a target still run Unsloth's own kernel, and what to do about it."""
-    if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
+    if target.replace != DEQUANTIZE or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter
     by_release = holds(release, own.OWN_KERNEL_RELEASES) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"

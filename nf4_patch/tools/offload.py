@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..offload import planning
+from .advice import EXPERTS, FAST
 
 RANK, TOKENS = 16, 2048  # of the training that is estimated
 TRAINED = 6  # bytes per trained weight: in bf16 with its gradient, and two moments of 8 bits
@@ -86,13 +87,14 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
         f"{sizes.others / GB:.1f} GB for all else in a step of {TOKENS:,} tokens, with LoRA r = {RANK} on all linear layers, 8-bit "
         "AdamW, gradient checkpointing and Liger's loss (an estimate)"
     )
-    experts = 'experts="4bit", ' if sizes.is_mixture else ""
+    line = EXPERTS if sizes.is_mixture else FAST.removesuffix(")")
     for index, size in gpus:
         offload, host = sizes.line(size)
         if not offload:
             yield f'  GPU {index}: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers'
             continue
+        options = "" if offload == "off" else f', cache="off", offload="{offload}"'
         yield (
-            f'  GPU {index}: nf4_patch.enable("fast", {experts}offload="{offload}"), device_map={{"": {index}}}; '
+            f'  GPU {index}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
             f"{host / GB:.1f} GB of host memory, of which {planning.free_memory() / GB:.1f} GB are free"
         )

@@ -1,7 +1,4 @@
-"""Write the output files of commands.
-
-A file's path is checked before the command's work starts. An error while writing afterwards is printed, not raised.
-"""
+"""Write the output files of commands. Their paths are checked before the work starts, so that no work is lost."""
 
 from __future__ import annotations
 
@@ -16,23 +13,18 @@ import click
 
 
 def absolute(path: str | Path) -> Path:
-    """Return the absolute path of ``path``, so that a later change of the working directory does not matter."""
+    """Return the absolute path, because the working directory might change."""
     # Path.resolve() would follow links, such as the link of /dev/stdout to a pipe.
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 class OutputFile(click.Path):
-    """A click type for the path of a writable file. Unlike click.Path, it rejects a file in a missing folder."""
+    """Path of a writable file. Unlike click.Path, this type rejects a file in a missing folder."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, readable=False)
 
     def convert(self, value: Any, param: click.Parameter | None = None, ctx: click.Context | None = None) -> Path:
-        """Return the absolute path of a file that can be written.
-
-        Raises:
-            click.BadParameter: the path is a folder, or the file or its folder is not writable.
-        """
         file = absolute(value)
         super().convert(str(file), param, ctx)
         if not file.exists():
@@ -43,7 +35,7 @@ class OutputFile(click.Path):
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` as JSON. A failure prints one line to stderr instead of raising, so the run still reports its results."""
+    """Write ``data`` as JSON. A failure prints one line, so that the run still reports its results."""
     try:
         file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
@@ -51,10 +43,7 @@ def write_json(file: Path, data: dict[str, Any]) -> None:
 
 
 def say(*lines: object, end: str = "\n") -> None:
-    """Print to stderr, and ignore errors.
-
-    If sys.stderr is None, print nothing, because ``print(file=None)`` would print to stdout.
-    """
+    """Print to stderr, ignoring errors. ``print(file=None)`` would print to stdout."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)

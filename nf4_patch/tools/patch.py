@@ -15,16 +15,11 @@ from ..patching import hooks, placement
 from ..patching.switch import switch
 
 logger = logging.getLogger("nf4_patch")
-UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 
 @contextlib.contextmanager
 def patch(on: bool, **options: Any) -> Iterator[None]:
-    """Turn the patch on or off for a block, and restore the previous state afterwards.
-
-    ``options`` are those of ``nf4_patch.enable``. With the patch off, bitsandbytes is unpatched, even if NF4_PATCH=1
-    patched it during its import. So no tool compares the kernel with itself.
-    """
+    """Turn the patch on or off for a block. Off means unpatched, even if NF4_PATCH=1 patched bitsandbytes at its import."""
     import bitsandbytes.functional  # noqa: F401
 
     if on:
@@ -40,7 +35,7 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
 
 
 def original(module: str, attribute: str) -> Any:
-    """Return a library's original function: the function that the patch saved, or the current one if none was saved."""
+    """Return the function that the patch saved, or the current one if none was saved."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
@@ -53,10 +48,7 @@ def dequantize_4bit() -> Callable[..., Any]:
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:
-    """Import Unsloth and return ``find()``.
-
-    Return None if Unsloth is not installed. If the import or ``find`` fails, log the error and return None.
-    """
+    """Import Unsloth and return ``find()``, or None if Unsloth is not installed or fails."""
     if importlib.util.find_spec("unsloth") is None:
         return None
     try:

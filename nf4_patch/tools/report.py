@@ -19,18 +19,13 @@ Progress = Callable[..., None]  # a command calls it to show its progress; ``sil
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """Show nothing: a ``Progress`` for callers that want no output.
-
-    Args:
-        text: the current task.
-        done, total: how many parts of the task are done, and how many there are (None: unknown).
-    """
+    """A ``Progress`` that shows nothing. ``total`` is None if it is unknown."""
 
 
 class Report(ABC):
-    """The result of a command: as data (``as_dict``, for --json), as text (``render``) and as an exit code.
+    """Result of a command: as data (``as_dict``, for --json), as text (``render``) and as an exit code.
 
-    Subclasses are dataclasses. In JSON, a value that ``json`` cannot write becomes its ``str``.
+    In JSON, a value that ``json`` cannot write becomes its ``str``.
     """
 
     failures: Sequence[str] = ()
@@ -46,7 +41,7 @@ class Report(ABC):
 
     @abstractmethod
     def render(self) -> Iterable[str]:
-        """Yield the texts to print, from top to bottom. A text is a sentence, or a table of several lines."""
+        """Yield sentences, or tables of several lines, to print."""
 
     def as_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -58,11 +53,7 @@ class NotAvailable(RuntimeError):
 
 
 def require_gpu() -> None:
-    """Require an NVIDIA GPU.
-
-    Raises:
-        NotAvailable: torch finds no NVIDIA GPU.
-    """
+    """Raise NotAvailable if torch finds no NVIDIA GPU."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
@@ -70,11 +61,7 @@ def require_gpu() -> None:
 
 
 def require_patch() -> None:
-    """Require that the patch can be turned on.
-
-    Raises:
-        NotAvailable: a variable keeps the patch off.
-    """
+    """Raise NotAvailable if a variable keeps the patch off."""
     if off := Config.read().forbidden:
         raise NotAvailable(f"{off} keeps the patch off. Unset it to measure the patch")
 
@@ -85,12 +72,12 @@ DISTRIBUTIONS = (
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
-    """Return the release of each installed distribution. Distributions that are not installed are left out."""
+    """Return the release of each installed distribution."""
     return {name: release for name in names if (release := release_of(name)) is not None}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Return a text table with the column names on top. The first column is left-aligned, all others right-aligned."""
+    """Return a text table. The first column is left-aligned, all others right-aligned."""
     rows = list(rows)
     columns: list[list[str]] = []
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -117,12 +104,12 @@ def provenance(place: str) -> str:
 
 
 def provenance_data() -> dict[str, Any]:
-    """Return what a JSON file says about its origin: the installed releases, the date and the commit."""
+    """Return the installed releases, the date and the commit."""
     return {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that the package runs from, or None if git does not track the package."""
+    """Return the commit of the package's checkout, or None if git does not track the package."""
     folder = str(Path(nf4_patch.__file__).parent)
     if not answer("git", "-C", folder, "ls-files", "__init__.py"):
         return None

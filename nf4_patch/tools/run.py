@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import nf4_patch  # with NF4_PATCH=1, this import turns the patch on
 
+from ..libraries import unsloth
 from ..patching.config import Config, is_worker, rank
 from ..patching.option import FAST
 from ..snapshot import Status
@@ -26,12 +27,9 @@ BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 
 def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_ranks: bool) -> NoReturn:
-    """Replace this process by ``command``.
-
-    This process's Python runs a script (.py), ``-m MODULE`` or ``-c CODE``. Any other command is a program.
+    """Replace this process by ``command``: a script (.py), ``-m MODULE``, ``-c CODE``, or a program.
 
     Args:
-        fast: turn on the profile "fast".
         shown, file, all_ranks: see ``report``.
 
     Raises:
@@ -51,10 +49,7 @@ def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_
 
 
 def watch() -> None:
-    """Register ``report`` to run at the end of this process, as soon as the process imports bitsandbytes.
-
-    startup/sitecustomize.py calls this function when Python starts.
-    """
+    """Register ``report`` for the end of this process, once it imports bitsandbytes. startup/sitecustomize.py calls this function."""
     if REPORT not in os.environ:
         return
     import wrapt
@@ -68,15 +63,14 @@ def watch() -> None:
 
 
 def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: str = "") -> None:
-    """Report hits and fallbacks at the end of a process. Data-loader workers and forks do not report.
+    """Report hits and fallbacks at the end of a process, but not of a data-loader worker or a fork.
 
     Args:
-        process: the id of the process that registered the report. A fork of that process has another id.
-        shown: print the report to stderr.
-        file: write the report to this file as JSON (see ``add``). With ``all_ranks``, each rank writes a file of its
-            own, for example ``report.rank1.json``.
+        process: the id of the process that registered the report, which a fork does not have.
+        shown: print to stderr.
+        file: see ``add``. With ``all_ranks``, each rank writes its own file, such as ``report.rank1.json``.
         all_ranks: report in every process of a launcher, not only in rank 0.
-        run: an identifier of the command, the same in all of its processes.
+        run: identifies the command in all of its processes.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return
@@ -95,10 +89,9 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write the report ``data`` to ``file``, or add it to the report that another process of this run wrote there.
+    """Write ``data`` to ``file``, or append it to the list ``others`` of this run's first report there.
 
-    The first report of a run replaces the file, and gets an empty list ``others``. Later reports of the run are added
-    to that list. To a device or a pipe, all reports are written one after another.
+    To a device or a pipe, all reports are written one after another.
     """
     from . import output
 
@@ -121,18 +114,17 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 def of_own_kernels() -> list[str]:
     """Return advice if Unsloth's layers run Unsloth's own kernel instead of nf4_patch's."""
-    if "unsloth.kernels.utils" not in sys.modules:
+    if unsloth.MODULE not in sys.modules:
         return []
-    from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
+    from ..libraries.unsloth.adapters import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
 
     return [OWN_KERNEL_ADVICE] if uses_own_kernel() else []
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """For a run without a cache, return a sentence that says how many dequantizations a cache would have saved.
+    """Return a sentence that says how many dequantizations a cache would have saved, for a run without one.
 
-    A cache with room for half of the weights saves half as many as one with room for all, because it does not replace
-    weights: those that are read first stay cached.
+    Half the room saves half as many, because weights that are read first stay cached.
     """
     if status.cache.mode != "off" or not any(each.weights for each in status.shapes):
         return []

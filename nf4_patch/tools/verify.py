@@ -39,7 +39,7 @@ class VerifyReport(Report):
 
 @patch(False)
 def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4) -> VerifyReport:
-    """Compare a function with bitsandbytes on weights of every layout. The default function runs the kernel."""
+    """Compare a function, by default the kernel, with bitsandbytes on weights of every layout."""
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """Return how many elements differ, and a sentence about the first one. If no element differs, return (0, "")."""
+    """Return how many elements differ, and a sentence about the first one."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)

@@ -24,7 +24,11 @@ WITH_LIGER = (Path(__file__).parents[1] / "programs" / "with_liger.py",)
 
 @pytest.mark.parametrize(
     ("script", "options", "launcher"),
-    [("qlora_peft.py", (), ()), ("qlora_trl.py", ("--rows", 1), ()), ("qlora_peft.py", (), WITH_LIGER)],
+    [
+        ("qlora_peft.py", ("--same-bits",), ()),
+        ("qlora_trl.py", ("--rows", 1), ()),
+        ("qlora_peft.py", ("--same-bits",), WITH_LIGER),
+    ],
     ids=["peft", "trl", "liger"],
 )
 def test_training(script, options, launcher, checkpoint, tmp_path):
@@ -43,7 +47,8 @@ def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
     """Norms and adapters in fp32 under autocast, and as TRL trains; the losses of peft's own within bf16's noise, nothing refused."""
     if launcher:
         pytest.importorskip("liger_kernel")
-    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    same = ["--same-bits"] * (script == "qlora_peft.py")
+    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512, *same)
     off = run_example(script, *arguments, folder=tmp_path, launcher=launcher, patch=False)
     on = run_example(script, *arguments, folder=tmp_path, launcher=launcher, NF4_PATCH_LORA="fused")
     (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
@@ -76,7 +81,7 @@ def test_demo(tmp_path):
 
 def test_peft_compiled(checkpoint, tmp_path):
     """Inductor does not repeat to the bit: two runs of stock were 1e-3 apart after 8 steps (H200, torch 2.11)."""
-    arguments = ("--model", checkpoint, "--steps", 40, "--tokens", 512, "--compile")
+    arguments = ("--model", checkpoint, "--steps", 40, "--tokens", 512, "--compile", "--same-bits")
     on, off = (run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=patch) for patch in (True, False))
     assert on["losses"][:8] == pytest.approx(off["losses"][:8], rel=2**-8)
     assert hits(on) > 0 and not fallbacks(on)
@@ -85,7 +90,7 @@ def test_peft_compiled(checkpoint, tmp_path):
 
 def test_unsloth(checkpoint, tmp_path):
     """Unsloth >= 2026.10 keeps its own kernel inside its compiled layers: deferred, never slower."""
-    arguments = ("--model", checkpoint, "--steps", 120, "--rows", 1, "--tokens", 512)
+    arguments = ("--model", checkpoint, "--steps", 120, "--rows", 1, "--tokens", 512, "--same-bits")
     on, off = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path)
     assert hits(on) > 0 and set(fallbacks(on)) <= {"DEFERRED"}
     assert on["torch_compile"] == off["torch_compile"]
@@ -93,14 +98,14 @@ def test_unsloth(checkpoint, tmp_path):
 
 def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_path):
     """From 2026.10 on it compiles each layer and keeps its own kernel there: eager shows every call."""
-    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512)
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512, "--same-bits")
     on, _ = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
     assert hits(on) >= 20 * LINEARS * PASSES and not fallbacks(on)  # 2026.10.9 makes more calls than 21 a layer
 
 
 def test_unsloths_layers_as_graphs(checkpoint, tmp_path):
     """Inputs of 4 MiB, which Unsloth moves to host memory. In short sequences the backward of flash attention is deterministic."""
-    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 4, "--tokens", 128, "--graphs")
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 4, "--tokens", 128, "--same-bits")
     off = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, patch=False)
     on = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, NF4_PATCH_GRAPHS="auto")
     assert on["losses"] == off["losses"]
@@ -142,9 +147,9 @@ def test_merge(checkpoint, tmp_path):
 
 PROCESSES = min(2, torch.cuda.device_count())
 CACHED = {
-    "peft": ("qlora_peft.py", (), ()),
+    "peft": ("qlora_peft.py", ("--same-bits",), ()),
     "trl": ("qlora_trl.py", ("--rows", 1), ()),
-    "unsloth": ("qlora_unsloth.py", ("--rows", 1), ()),
+    "unsloth": ("qlora_unsloth.py", ("--rows", 1, "--same-bits"), ()),
     "ddp": (
         "qlora_torchrun.py",
         ("--attention", "eager"),

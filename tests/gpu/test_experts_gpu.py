@@ -18,9 +18,9 @@ from torch.nn.functional import silu
 import nf4_patch
 from benchmarks import experts, training
 from benchmarks.models import LINEARS
+from benchmarks.products import error
 from nf4_patch.moe import launch
 from nf4_patch.moe.forward import Order
-from nf4_patch.tools.matmul import error
 
 pytestmark = pytest.mark.gpu
 

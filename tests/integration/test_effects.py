@@ -10,6 +10,7 @@ from subprocess_python import python
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
+from nf4_patch.graphs import calls
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.nf4 import runtime
 from nf4_patch.options import OPTIONS
@@ -205,7 +206,7 @@ def test_generation_in_training_mode_with_checkpointing(said):
         model.generate(IDS[:, :9], **options)
     is_wrong = not torch.equal(right, wrong)
     assert is_wrong == ("__init_subclass__" not in vars(transformers.modeling_layers.GradientCheckpointingLayer))
-    assert [line for line in said() if "wrong tokens" in line] == [graphs_module.WRONG_TOKENS] * is_wrong
+    assert [line for line in said() if "wrong tokens" in line] == [calls.WRONG_TOKENS] * is_wrong
 
 
 def gemma(reentrant):
@@ -233,6 +234,6 @@ def test_a_reentrant_checkpoint_over_layers_that_share_keys_and_values(said):
             model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
             gradients.append(model.model.layers[1].self_attn.k_proj.weight.grad)
             found = [line for line in said() if "wrong gradients" in line]
-            assert found == [graphs_module.WRONG_GRADIENTS] * reentrant
+            assert found == [calls.WRONG_GRADIENTS] * reentrant
     right, wrong = gradients
     assert wrong is None or not torch.allclose(right, wrong, rtol=0.1)

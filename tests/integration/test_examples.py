@@ -48,7 +48,7 @@ SHARDED_BYTES = (DENSE + PACKED + ADAPTERS) // 2
 @pytest.mark.full
 def test_peft(tmp_path):
     plot = tmp_path / "loss.png"
-    on, off = on_and_off("qlora_peft.py", "--steps", 3, "--tokens", 64, "--plot", plot, folder=tmp_path)
+    on, off = on_and_off("qlora_peft.py", "--same-bits", "--steps", 3, "--tokens", 64, "--plot", plot, folder=tmp_path)
     # On the CPU bitsandbytes dequantizes for the backward alone through the function that is replaced.
     assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
     assert on["losses"][-1] < on["losses"][0]
@@ -90,7 +90,7 @@ def test_what_the_demo_calls_a_failure(on, problems):
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["random-qwen", "random-gemma"])
 def test_peft_on_other_architectures(model, tmp_path):
-    on, _ = on_and_off("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
+    on, _ = on_and_off("qlora_peft.py", "--same-bits", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
     assert hits(on) == LINEARS and not fallbacks(on)
 
 
@@ -112,7 +112,7 @@ def test_mixture_of_experts(model, options, trained, state, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options, "--out", "adapter")
     on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8  # a step: two stacks a layer, in the forward and in the backward
-    assert not fallbacks(on)
+    assert not [name for name in fallbacks(on) if not name.startswith(("GRAPH_", "ACTIVATIONS_"))]  # a CPU has neither
     assert on["losses"][-1] < on["losses"][0]
     trained += 2 * options[-1] * (2 * (128 + 128) + 2 * (128 + 64))  # the attention's
     file = safetensors.torch.load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -139,7 +139,7 @@ def test_what_a_mixture_takes_as_its_example_says():
     ("script", "option"),
     [
         ("qlora_trl.py", "profile, offload=args.offload"),
-        ("qlora_unsloth.py", ""),
+        ("qlora_unsloth.py", "profile"),
         ("grpo_trl.py", "matmul=args.matmul, graphs=args.graphs"),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_patch_is_one_line(script, option):
 def test_lora_in_one_function(script, tmp_path):
     """As TRL trains, and after prepare_model_for_kbit_training, by an environment variable alone: the losses of peft's own within
     bf16's noise, nothing refused."""
-    arguments = ("--steps", 4, "--rows", 1, "--tokens", 160)
+    arguments = ("--steps", 4, "--rows", 1, "--tokens", 160, *["--same-bits"] * (script == "qlora_peft.py"))
     off = run_example(script, *arguments, folder=tmp_path, patch=False)
     on = run_example(script, *arguments, folder=tmp_path, NF4_PATCH_LORA="fused")
     (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
@@ -373,9 +373,9 @@ for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import nf4_patch", []),
-        (TRAINED, []),
-        ("import nf4_patch; nf4_patch.enable(); import bitsandbytes", ["INFO"]),
+        pytest.param("import nf4_patch", [], marks=pytest.mark.full),
+        pytest.param(TRAINED, [], marks=pytest.mark.full),
+        pytest.param("import nf4_patch; nf4_patch.enable(); import bitsandbytes", ["INFO"], marks=pytest.mark.full),
         (FELL_BACK, ["INFO", "WARNING"]),
     ],
     ids=["imported", "trained", "enabled", "fell back"],

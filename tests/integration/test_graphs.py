@@ -98,6 +98,7 @@ def compare(checkpoint: str, device: torch.device, lengths: list[int], **options
     return patched
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", [{}, *[{"backend": "inductor"}] * GPU], ids=str)
 def test_the_whole_model_is_one_graph_and_a_second_for_other_lengths(checkpoint, device, backend):
     """The same length twice compiles nothing; another one compiles once, with a symbolic size. The patch is in the backward."""

@@ -7,11 +7,12 @@ import json
 import pytest
 from subprocess_python import EVERY_KERNEL, program
 
-pytest.importorskip("trl")
 
-
+@pytest.mark.newest
+@pytest.mark.full
 @pytest.mark.parametrize("liger", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["plain", "liger"])
 def test_the_script_trains_as_with_peft(tmp_path, liger):
+    pytest.importorskip("trl")
     if liger:  # Triton's interpreter does not run its kernels
         pytest.importorskip("liger_kernel")
     words = (tmp_path, *["--use_liger_kernel"] * liger)

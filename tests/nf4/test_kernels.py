@@ -44,16 +44,15 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
     check(*every_pair(dtype, device, blocksize))
 
 
-# Every dtype with the usual blocksize; the ends with one. Between them a blocksize changes a shift alone: tools/test_fuzz.py meets each.
-QUICK = [*((dtype, 64) for dtype in DTYPES), (torch.bfloat16, BLOCKSIZES[0]), (torch.bfloat16, BLOCKSIZES[-1])]
+# A blocksize changes a shift alone, and tools/test_fuzz.py meets each with every dtype.
+QUICK = [(True, torch.bfloat16, 64), (False, torch.float16, 64), (False, torch.float32, BLOCKSIZES[0])]
 LAYOUTS = [
-    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.full)
-    for pair in itertools.product(DTYPES, BLOCKSIZES)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
+    for case in itertools.product((True, False), DTYPES, BLOCKSIZES)
 ]
 
 
-@pytest.mark.parametrize(("dtype", "blocksize"), LAYOUTS)
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize(("nested", "dtype", "blocksize"), LAYOUTS, ids=str)
 def test_layouts(dtype, blocksize, nested, device):
     for i, shape in enumerate(SHAPES + SHAPES[:1]):  # another table is another tensor: with each of the shapes one
         packed, state = quantized(shape, dtype, device, blocksize, nested, ("nf4", "fp4")[i % 2])

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from alternation import crossed, thinned
 from heap import Memory
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import save_on_cpu
@@ -36,7 +37,9 @@ SIZES = {
     "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
 NON_REENTRANT, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
-BOTH = pytest.mark.parametrize("kwargs", [NON_REENTRANT, REENTRANT], ids=["non-reentrant", "reentrant"])
+BOTH = pytest.mark.parametrize(
+    "kwargs", [REENTRANT, pytest.param(NON_REENTRANT, marks=pytest.mark.full)], ids=["reentrant", "non-reentrant"]
+)
 DROPOUT = 0.1
 
 
@@ -120,8 +123,7 @@ def out():
 # --- the same numbers ---
 
 
-@BOTH
-@pytest.mark.parametrize("option", ["auto", "1GiB"])
+@pytest.mark.parametrize(("kwargs", "option"), crossed((NON_REENTRANT, REENTRANT), ("auto", "1GiB")), ids=str)
 def test_losses_gradients_adapters_and_dropout_are_equal_to_the_bit(kwargs, option):
     want = train(model_of(kwargs))
     model = model_of(kwargs)
@@ -198,8 +200,7 @@ def test_trainer_with_lengths_that_vary_and_accumulated_batches(tmp_path):
     assert found.kept == found.layers == LAYERS
 
 
-@BOTH
-@pytest.mark.parametrize("lora", ["off", "fused"])
+@pytest.mark.parametrize(("kwargs", "lora"), crossed((NON_REENTRANT, REENTRANT), ("off", "fused")), ids=str)
 def test_4_bit_layers(checkpoint, linear_op, kwargs, lora):
     def run(option):
         nf4_patch.enable(lora=lora, activations=option)
@@ -356,8 +357,11 @@ def test_gradients_of_some_inputs():
     assert equal(*found)
 
 
-@pytest.mark.parametrize("between", [nf4_patch.disable, nf4_patch.release], ids=["disable", "release"])
-@BOTH
+@pytest.mark.parametrize(
+    ("kwargs", "between"),
+    crossed((NON_REENTRANT, REENTRANT), (nf4_patch.disable, nf4_patch.release)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_disable_and_release_between_forward_and_backward(between, kwargs):
     def each(step):
         if step == 3:
@@ -427,7 +431,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", thinned(OTHERS, 3))
 def test_a_checkpoint_function_that_does_something_else_is_called(other):
     model = measured(model_of())
     for layer in layers_of(model):
@@ -517,7 +521,7 @@ def test_a_reentrant_checkpoint_whose_input_needs_no_gradient_gives_none():
 
 
 def test_few_rows_round_otherwise_only_for_our_own_options():
-    from nf4_patch.lora.linear import FEW_ROWS
+    from nf4_patch.libraries.peft.linear import FEW_ROWS
     from nf4_patch.matmul.choice import LARGEST_M
 
     assert max(FEW_ROWS, LARGEST_M) <= module.FEW_ROWS
@@ -592,6 +596,7 @@ def peak_of(gpu, model, lengths):
 RISING = [64] * 10 + [256] + [64] * 3 + [384, 128, 512, 64, 512, 512, 512, 512]
 
 
+@pytest.mark.full
 def test_lengths_that_rise_late_never_take_more_than_the_limit(gpu):
     """A training that fits without us still fits. The margin is 4 MiB and 1/24 of the memory."""
     want, needed = peak_of(gpu, model_of(), RISING)
@@ -605,6 +610,7 @@ def test_lengths_that_rise_late_never_take_more_than_the_limit(gpu):
     assert peak > needed + MIB
 
 
+@pytest.mark.full
 def test_a_long_batch_after_a_hundred_short_ones(gpu):
     nf4_patch.enable(activations="auto")
     model = model_of()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -17,7 +16,7 @@ import pytest
 import torch
 from interrupts import at_line, lines_of
 from oracle import expected, layout_of, quantized
-from target import raising, target_like
+from target import target_like
 from threads import together
 
 from nf4_patch.cache import replacements, store
@@ -145,18 +144,6 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():
     """An interrupt between ``acquire`` and ``try`` would leave the lock held. A ``with`` statement has no such gap."""
     source = inspect.getsource(store)
     assert source.count("self.lock") == 1 + source.count("with self.lock:") > 5
-
-
-def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
-    code, reached, interrupt = Cache.keep.__code__, [], raising(KeyboardInterrupt)
-    for line in lines_of(code):
-        packed, state = weight()
-        with contextlib.suppress(KeyboardInterrupt), at_line(code, line, interrupt, reached):
-            read(cache, packed, state)
-        cache.release()
-        assert not cache.weights and not cache.taken[INDEX], line
-        assert not cache.lock._is_owned()
-    assert len(reached) > 10
 
 
 def test_a_drop_at_any_line_of_a_read_raises_nothing(cache):

@@ -180,7 +180,7 @@ def test_a_change_is_noticed_by_the_next_read(nested, name, started):
     machine.teardown()
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [15, pytest.param(1000, marks=pytest.mark.full)])
 def test_whatever_happens(examples, started):
     Machine.hits = 0
     options = dict(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

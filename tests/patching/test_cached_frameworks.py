@@ -18,15 +18,15 @@ TARGET = {
     "2026.10.9": "unsloth.kernels.utils._fast_dequantize_bnb",
     "2026.9.7": "unsloth.kernels.utils.fast_dequantize",
 }
-ORDERS = ["first", *(pytest.param(order, marks=pytest.mark.full) for order in ("last", "between"))]
 
 
 def test_fsdp2():
     assert "REFILLED" in program("cached_fsdp2", interpreted=True).stdout
 
 
+@pytest.mark.full
 @RELEASES
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["first", "last", "between"])
 def test_unsloth(release, order, tmp_path):
     said = with_unsloth(release, tmp_path, "unsloth_eager", TARGET[release], order).split("\n")
     assert said[-3:] == ["state patched", "cached", ""]

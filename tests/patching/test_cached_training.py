@@ -271,7 +271,9 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     assert cache.misses == 3
 
 
-@pytest.mark.parametrize(("nested", "name"), crossed((True, False), fuzz.FAULTS))
+@pytest.mark.parametrize(
+    ("nested", "name"), crossed((True, False), fuzz.FAULTS, only=[*[*fuzz.FAULTS][::3], "absmax None"])
+)
 def test_a_malformed_state_gets_the_same_answer_as_without_a_cache(name, nested, linear_op):
     """The weight may have been read before its state was broken."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import bitsandbytes.functional as F
 import pytest
 import torch
 import torch._dynamo
+from alternation import crossed
 from oracle import expected, layout_of, quantized
 from subprocess_python import python
 from target import fallbacks, linear, same, step
@@ -61,10 +64,13 @@ def test_linear4bit_forward_and_backward_fullgraph(patched, device):
     assert counter.frame_count == (1 if fullgraph else stock.frame_count)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("transposed", [True, False])
-def test_dequantize_4bit_fullgraph(patched, device, dtype, nested, transposed):
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    crossed((torch.float16, torch.bfloat16, torch.float32), itertools.product((True, False), (True, False))),
+    ids=str,
+)
+def test_dequantize_4bit_fullgraph(patched, device, dtype, form):
+    nested, transposed = form
     packed, state = quantized((64, 256), dtype, device, nested=nested)
     packed = packed.t() if transposed else packed
     counter = CompileCounterWithBackend(BACKEND)
@@ -213,7 +219,7 @@ class Exportable(torch.nn.Module):
         return x * self.dequantize(self.a_packed, state)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)], ids=["non-strict", "strict"])
 def test_an_exported_program_needs_no_nf4_patch(patched, device, tmp_path, strict):
     """It runs in a process that never imported nf4_patch, with the same numbers."""
     modules = {

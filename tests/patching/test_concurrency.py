@@ -9,6 +9,7 @@ import threading
 import bitsandbytes.functional as F
 import pytest
 import torch
+from alternation import thinned
 from oracle import expected, quantized
 from subprocess_python import program, python
 from target import TARGET, linear, same, step
@@ -38,7 +39,7 @@ def test_toggling_while_others_call(device):
     stop = threading.Event()
 
     def toggle():
-        for _ in range(20):
+        for _ in range(8):
             nf4_patch.enable()
             nf4_patch.disable()
         stop.set()
@@ -141,7 +142,7 @@ HALFWAY = {
 }
 
 
-@pytest.mark.parametrize("when", HALFWAY)
+@pytest.mark.parametrize("when", thinned(HALFWAY, 3))
 def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
     """Installed when that import is complete, over what stands there then; after one that failed with the next."""
     fails = "if not os.environ.setdefault('FAILED', ''): os.environ['FAILED'] = '1'; raise KeyError('halfway')"

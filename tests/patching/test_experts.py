@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from alternation import alternating
+from alternation import alternating, crossed
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from tiny_experts import (
     CHECKPOINTING,
@@ -35,17 +35,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe import transformers as adapter
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.reasons import Reason
 
 ON = {"experts": "4bit"}
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_dtypes_and_layouts(name, dtype, nested, patched):
+@pytest.mark.parametrize(
+    ("name", "form"), crossed(CONFIGS, itertools.product((torch.float16, torch.bfloat16), (False, True))), ids=str
+)
+def test_dtypes_and_layouts(name, form, patched):
+    dtype, nested = form
     model = model_of(name, dtype, nested)
     ours = step(model)
     assert hits() == 4 * LAYERS and not reasons()

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from alternation import crossed
 from changes import CHANGES, UNSEEN
 from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, adapters_of, hits, ids_of, model_of, reasons, step, with_lora
@@ -16,9 +17,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.moe import launch
-from nf4_patch.moe import transformers as adapter
-from nf4_patch.moe.read import PackedExperts, stacks_of
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -115,8 +117,7 @@ def stock():
     return Layer().stock()
 
 
-@pytest.mark.parametrize("size", ["off", "1GiB"])
-@pytest.mark.parametrize("change", REPLACING)
+@pytest.mark.parametrize(("size", "change"), crossed(("off", "1GiB"), REPLACING, every=3))
 def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size, patched):
     _, want = stock()
     layer = Layer()
@@ -126,8 +127,7 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
     assert torch.equal(layer.gradient(output), want) and not reasons() and (size != "off" or hits() == 4)
 
 
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["saved", "saved on the CPU"])
-@pytest.mark.parametrize("change", WRITING)
+@pytest.mark.parametrize(("hooks", "change"), crossed((contextlib.nullcontext, save_on_cpu), WRITING, every=3))
 def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
     """Autograd refuses it. With hooks that copied the saved tensors, autograd does not check, and our code refuses it."""
     layer = Layer()
@@ -204,7 +204,9 @@ def test_double_backward(patched):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("around", "backend"), [("the step", "aot_eager"), ("the backward", "eager")])
+@pytest.mark.parametrize(
+    ("around", "backend"), [pytest.param("the step", "aot_eager", marks=pytest.mark.full), ("the backward", "eager")]
+)
 def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, backend, patched):
     compiled = torch._dynamo.compiled_autograd._enable
     layer = Layer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import itertools
 import statistics
 import sys
 import weakref
@@ -34,8 +35,9 @@ from tiny_experts import (
 )
 
 import nf4_patch
+from benchmarks.products import error
+from nf4_patch.libraries.transformers import EXPERTS_INTERFACE
 from nf4_patch.moe import forward, launch
-from nf4_patch.moe.option import EXPERTS_INTERFACE
 from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
@@ -43,7 +45,6 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, put
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 GROUPED = f"{EXPERTS_INTERFACE}.grouped_mm".replace(":", ".")
@@ -136,7 +137,8 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize("how", ["recomputed", pytest.param("reentrant", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["recomputed", "reentrant"])
 def test_a_checkpointed_step_is_the_same(how, own):
     """A step with checkpointing equals a step without. test_experts_lora tests the same for the forward in PyTorch."""
     model = adapted("qwen3")
@@ -349,10 +351,15 @@ def doubling(function, wrapped):
     return functools.wraps(function)(theirs) if wrapped else theirs
 
 
-@pytest.mark.parametrize("stacks", [(), STACKS], ids=["16 bits", "packed"])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", [GROUPED, PARAM_WRAPPER])
+@pytest.mark.parametrize(
+    ("place", "when", "wrapped", "stacks"),
+    [
+        pytest.param(*each, marks=() if number in (0, 5, 10, 15) else pytest.mark.full)
+        for number, each in enumerate(
+            itertools.product((GROUPED, PARAM_WRAPPER), ("before", "after"), (False, True), ((), STACKS))
+        )
+    ],
+)
 def test_a_function_that_somebody_put_in_place_runs(place, when, wrapped, stacks, patched):
     """Their function runs with peft's own LoRA. functools.wraps makes it look like the library's."""
     target = next(target for target in TARGETS if target.name == place)

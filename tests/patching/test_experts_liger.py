@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from alternation import crossed
 from tiny_experts import DEVICE, LAYERS, experts_of, model_of, random_model, reasons, same, step, with_lora
 
 pytest.importorskip("liger_kernel.ops.fused_moe", reason="Liger before 0.8")
 from liger_kernel.transformers import monkey_patch, swiglu
 
+from benchmarks.products import error
 from nf4_patch.moe import launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.matmul import error
 
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
@@ -67,8 +68,7 @@ def packed():
     return model_of("qwen3", torch.float32, lora=False)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["in PyTorch", "by kernels"])
-@pytest.mark.parametrize("way", [by_class, by_module])
+@pytest.mark.parametrize(("way", "own"), crossed((by_class, by_module), (False, True)))
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
     """Losses and gradients, including the adapters', equal those without Liger; with the PyTorch forward they are bit-identical."""
     monkeypatch.setattr(launch, "supports", lambda tensor: False)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import bitsandbytes.functional as F
 import pytest
 import torch
-from alternation import crossed
+from alternation import crossed, thinned
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from peft import PeftModel
 from run_example import completed
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
-from nf4_patch.moe import loading
+from nf4_patch.libraries.transformers import loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}
@@ -402,7 +402,7 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 # --- what is made of a loaded model ---
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("storage", thinned((torch.uint8, torch.float16, torch.bfloat16), 2), ids=str)
 def test_packed_bytes_are_no_numbers(qwen3, storage):
     """Preparing for k-bit training and casting keep the packed bytes. Each byte counts as two weights."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -488,7 +488,7 @@ AFTERWARDS = {
 }
 
 
-@pytest.mark.parametrize(("off", "name"), crossed(("after the block", "after disable()"), AFTERWARDS))
+@pytest.mark.parametrize(("off", "name"), crossed(("after the block", "after disable()"), AFTERWARDS, every=3))
 def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, qwen3, tmp_path):
     """A state_dict has the same names and bytes whether the option is on or off."""
     packed = functools.partial(packed_of, qwen3[0])
@@ -512,6 +512,7 @@ def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, 
     assert all(torch.equal(found[key], want[key]) for key in want)
 
 
+@pytest.mark.full
 def test_peft_is_imported_after_the_block(qwen3, tmp_path):
     """peft imported after the ``enabled()`` block that loaded the model still gets the replacements for packed experts."""
     program("experts_after_the_block", qwen3[0], tmp_path)
@@ -574,6 +575,7 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
         loaded(folder, quantization_config=in_4bit())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "before"),
     [((), ""), ((), "import trl"), (("-m", "nf4_patch", "run"), "")],

@@ -13,11 +13,17 @@ from tiny_experts import LAYERS, chains_of, ids_of, model_of, reasons, same, wit
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
 
+from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.moe import launch
-from nf4_patch.moe import transformers as adapter
 
 ON = {"experts": "4bit"}
 step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter takes a second for the rows of a hundred
+
+
+# Triton's interpreter is slow: in each run, one test has the kernels.
+IN_PYTORCH = pytest.mark.parametrize(
+    "ours", ["pytorch", pytest.param("kernels", marks=pytest.mark.full)], indirect=True
+)
 
 
 @pytest.fixture(params=["kernels", "pytorch"])
@@ -72,6 +78,7 @@ def selective(policy, **options):
     return {"use_reentrant": False, "context_fn": contexts}
 
 
+@IN_PYTORCH
 @pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
 def test_selective_checkpointing(name, policy, ours):
     """The gradients of a step without, to the bit. The experts alone, as other parts of transformers' layers write into results of ops."""
@@ -86,6 +93,7 @@ def test_selective_checkpointing(name, policy, ours):
     assert len(outermost) == LAYERS and not reasons()
 
 
+@IN_PYTORCH
 def test_selective_checkpointing_of_a_model(ours):
     model = adapted("qwen3")
     plain = step(model)
@@ -118,6 +126,7 @@ AROUND = {
 }
 
 
+@IN_PYTORCH
 @pytest.mark.parametrize(("name", "around"), crossed(("qwen3", "gpt-oss"), AROUND))
 def test_hooks_that_keep_what_is_saved_get_nothing_dense(name, around, ours):
     """Neither a dense stack nor a packed one; what they get is asked for once."""

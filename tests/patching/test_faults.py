@@ -164,11 +164,13 @@ def test_without_triton():
     program("missing_dependency", "triton", "decode")
 
 
+@pytest.mark.full
 def test_without_a_gpu(tmp_path):
     """On a GPU machine too: PyTorch is then built for CUDA, and finds no GPU."""
     program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.mark.full
 def test_rows_that_bitsandbytes_decodes_wrongly_on_a_cpu():
     program("rows_on_cpu", CUDA_VISIBLE_DEVICES="")
 

@@ -17,10 +17,9 @@ from target import Plain, row, target_like
 from torch.testing._internal.two_tensor import TwoTensor
 
 import nf4_patch
-from nf4_patch.adapters.bitsandbytes import dequant_linear
-from nf4_patch.matmul.bitsandbytes import gemm, gemv, matmul_4bit
+from nf4_patch.libraries.bitsandbytes.adapters import dequant_linear, gemm, gemv, matmul_4bit
+from nf4_patch.libraries.unsloth.adapters import fast_gemv, gemv_rows, matmul_lora
 from nf4_patch.matmul.product import FusedMatmul
-from nf4_patch.matmul.unsloth import fast_gemv, gemv_rows, matmul_lora
 from nf4_patch.patching.counters import FallbackError, counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch

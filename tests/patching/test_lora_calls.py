@@ -14,7 +14,7 @@ from target import fallbacks
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
-from nf4_patch.lora import linear as linear_module
+from nf4_patch.libraries.peft import linear as linear_module
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 

@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import test_lora as lora
 import torch
-from alternation import crossed
+from alternation import crossed, thinned
 from fused_matmul import MEASURED
 from matmul_reference import tensor_at
 from target import fallbacks, raising
@@ -131,7 +131,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("option", "case"), crossed(("off", "fused"), CASES))
+@pytest.mark.parametrize(("option", "case"), crossed(("off", "fused"), CASES, every=3))
 def test_as_accurate_as_peft(few, case, option):
     dtype, rank, size, autocast, bias = CASES[case]
     model = lora.adapted(few, adapter=dtype, biased=bias, weights=BF16, r=rank)
@@ -327,8 +327,7 @@ def ops(counter):
     return [name for name in names if "nf4_patch" in name]
 
 
-@LORA
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("option", "dtype"), crossed(("off", "fused"), (BF16, FP32)), ids=str)
 def test_compiled_it_is_one_op(few, dtype, option):
     """In one graph, with the bits of the eager call, and with the adapter of the latest optimizer step."""
     model, x = lora.adapted(few, adapter=dtype, layers=2), rows_of(few, 8)
@@ -341,7 +340,7 @@ def test_compiled_it_is_one_op(few, dtype, option):
     assert counter.frame_count == 1 and ops(counter) == ["nf4_patch.matmul_lora_4bit"] * 2
 
 
-@pytest.mark.parametrize("case", ["several adapters", "rank 6", "x in fp32", "65 rows", "disabled"])
+@pytest.mark.parametrize("case", thinned(("65 rows", "rank 6", "x in fp32", "several adapters", "disabled"), 2))
 def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     options, change, _ = REFUSED[case]
     options = dict(options)

@@ -9,7 +9,7 @@ import pytest
 import test_lora as lora
 import test_lora_table as table
 import torch
-from alternation import crossed
+from alternation import crossed, thinned
 from target import fallbacks, linear, same
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
-from nf4_patch.lora import linear as linear_module
+from nf4_patch.libraries.peft import linear as linear_module
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -127,7 +127,7 @@ def test_what_is_there_in_one_of_both_only(model, device, around, when):
     lora.assert_close(step(model, x), want, TOLERANCE)
 
 
-@pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
+@pytest.mark.parametrize("circumstance", thinned(CIRCUMSTANCES, 2))
 def test_each_forward_has_its_own_decision(model, device, circumstance):
     """Two forwards of the same layers before one backward, then two backwards through a retained graph."""
     make, (x, other), inner = (

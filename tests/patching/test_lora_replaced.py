@@ -17,7 +17,7 @@ from alternation import crossed
 from target import fallbacks, row
 
 import nf4_patch
-from nf4_patch.lora.computed import COMPUTED
+from nf4_patch.libraries.peft.computed import COMPUTED
 from nf4_patch.patching import placement
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.originals import is_own

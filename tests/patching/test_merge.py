@@ -177,6 +177,16 @@ def test_a_changed_merged_weight_is_not_restored(on, caplog):
     assert not equal(content(model), before)
 
 
+def test_a_model_made_in_inference_mode_is_merged_by_peft(on):
+    """PyTorch refuses writes into such tensors elsewhere, and does not count them."""
+    with torch.inference_mode():
+        model = adapted(on)
+    before = content(model)
+    model.merge_adapter()
+    assert not equal(content(model), before)
+    model.unmerge_adapter()
+
+
 def test_merged_before_the_option(device):
     model = adapted(device)
     model.merge_adapter()

@@ -22,6 +22,7 @@ from offloaded import (
     in_host,
     logits,
     model_of,
+    none_in_host,
     packed_of,
     read_again,
     same_steps,
@@ -34,7 +35,8 @@ from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loa
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe.read import PackedExperts, stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.offload import host_memory, planning, prefetch
 from nf4_patch.patching.config import ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -238,7 +240,9 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
+    ("layers", "short", "resident"),
+    [pytest.param(2, 0, [], marks=pytest.mark.full), pytest.param(3, 0, [3], marks=pytest.mark.full), (4, 1, [2])],
+    ids=["buffers", "one more", "a byte short"],
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
     """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""
@@ -296,6 +300,16 @@ def test_without_experts_only_linear_layers_move(folder, gpu, patched, caplog):
     model = loaded(folder, quantization_config=in_4bit())
     assert "The experts stay in 16 bits" in caplog.text
     assert all_in_host(model) and len(packed_of(model)) == 4 * LAYERS and len(gpu.pinned) == LAYERS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="loads on the CPU")
+def test_on_a_cpu_it_says_that_it_is_ignored(folder, on, caplog):
+    """Nothing else plays CUDA here, so the experts are on a real CPU."""
+    nf4_patch.enable(experts="4bit", offload="all")
+    model = loaded(folder, quantization_config=in_4bit())
+    lines = [record.getMessage() for record in caplog.records if "offload" in record.getMessage()]
+    assert len(lines) == 1 and "offload is ignored for weights on the device cpu" in lines[0]
+    assert none_in_host(model) and not planning.plans
 
 
 def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_alone(folder, gpu, patched, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 
-from nf4_patch.adapters import unsloth as unsloth_adapter
+from nf4_patch.libraries.unsloth import adapters as unsloth_adapter
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason

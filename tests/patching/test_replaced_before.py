@@ -12,6 +12,7 @@ import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
+from alternation import crossed
 from oracle import quantized
 from target import Object, fallbacks, row
 
@@ -93,8 +94,7 @@ def product(monkeypatch):
     return value
 
 
-@pytest.mark.parametrize("name", [MATMUL, GEMV, KERNEL, LINEAR])
-@pytest.mark.parametrize("make", [tripled, another])
+@pytest.mark.parametrize(("make", "name"), crossed((tripled, another), (MATMUL, GEMV, KERNEL, LINEAR)))
 def test_their_function_runs(linear_op, product, name, make):
     arguments, theirs = arguments_of(name, linear_op), torch.full((3,), 3.0)
     with torch.no_grad():

@@ -13,9 +13,9 @@ import torch
 from target import row
 
 import nf4_patch
-from nf4_patch.adapters.bitsandbytes import COMPUTES_IN_FP32
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes.adapters import COMPUTES_IN_FP32
 from nf4_patch.patching import counters, hooks
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State

@@ -16,6 +16,7 @@ from pathlib import Path
 import bitsandbytes.functional as F
 import pytest
 import torch
+from alternation import thinned
 from run_example import completed
 from subprocess_python import program, python
 from torch.utils import swap_tensors as swap
@@ -76,7 +77,8 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("-m", "nf4_patch", "run"), marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("words", [(), ("-m", "nf4_patch", "run")], ids=str)
 def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_path, monkeypatch):
     """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load
@@ -238,7 +240,7 @@ OFF = dict.fromkeys(OPTIONS, "off")
 SIZE = 2**20
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_as_argument_and_as_variable(option, monkeypatch):
     """The argument goes first, then what is in force, then the variable, which counts again after disable()."""
     name, on = OPTIONS[option].name, Config.read({}, **{option: OPTIONS[option].on}).options[option]
@@ -257,7 +259,7 @@ def test_an_option_as_argument_and_as_variable(option, monkeypatch):
         assert in_force() == OFF
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_that_is_not_named_stays(option, monkeypatch):
     """Of a second call and of a block, for every option; also where its variable was changed meanwhile, to nonsense too."""
     for each in OPTIONS.values():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import test_lora as lora
 import torch
+from alternation import crossed
 from oracle import quantized
 from target import Seen, fallbacks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nf4_patch
-from nf4_patch.graphs import layers
+from nf4_patch.graphs import calls
 from nf4_patch.matmul.product import FusedMatmul
 from nf4_patch.patching import context
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -75,7 +77,7 @@ def test_every_part_of_the_package_names_the_same_watcher(device, watcher):
     dequantizer, fused = Dequantizer("test"), FusedMatmul("test")
     with torch.no_grad():
         assert around(context.watched) is reason
-        assert around(lambda: layers.why_not(None, (x,), generates=True)) is reason
+        assert around(lambda: calls.why_not(None, (x,), calls.NOT_CHECKPOINTED, generates=True)) is reason
         product = around(lambda: fused.of_state(x, packed, state))
         assert (
             product is reason
@@ -86,10 +88,13 @@ def test_every_part_of_the_package_names_the_same_watcher(device, watcher):
         assert dense is reason or (reason in (None, Reason.DISPATCH_MODE) and type(dense) is torch.Tensor)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("watcher", WATCHERS)
-def test_fused_lora_names_the_watcher_and_peft_s_code_runs(device, watcher, adapter, autocast):
+@pytest.mark.parametrize(
+    ("how", "watcher"),
+    crossed(itertools.product((torch.bfloat16, torch.float32), (None, torch.bfloat16)), WATCHERS),
+    ids=str,
+)
+def test_fused_lora_names_the_watcher_and_peft_s_code_runs(device, watcher, how):
+    adapter, autocast = how
     (around, reason), model, x = WATCHERS[watcher], lora.adapted(device, adapter=adapter), lora.inputs(device).detach()
     model.requires_grad_(False)
     results = []

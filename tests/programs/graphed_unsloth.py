@@ -17,7 +17,6 @@ import nf4_patch
 from benchmarks.kinds import unsloth_model
 from benchmarks.models import Shape, config_of
 from benchmarks.training import optimizer_of, trained
-from nf4_patch.graphs import layers
 
 if "mixture" in sys.argv:
     config = Qwen3MoeConfig(
@@ -29,7 +28,6 @@ else:
     config = config_of(Shape(1024, 2816, 3, 8, 4, vocab_size=4096))
 model = unsloth_model(config, "unsloth" if "unsloth" in sys.argv else True)
 tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_seed(s)).cuda() for s in range(10)]
-layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too
 
 
 def training(**options):

@@ -22,11 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import nf4_patch
 from benchmarks.kinds import unsloth_model
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
-from nf4_patch.graphs import layers
 
 rank, device = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(device)
-layers.MINIMUM_NBYTES = 0  # in graphs, inputs of this size wait in host memory too, as with Unsloth's checkpoint
 
 
 def model_of():

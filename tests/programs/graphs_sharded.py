@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("support", "integration", "..")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("support", "graphs", "..")]
 import pytest
 import test_graphed_layers as graphed
 from recorders import install

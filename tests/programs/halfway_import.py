@@ -3,7 +3,7 @@
 import threading
 import gate
 import nf4_patch
-from nf4_patch.adapters import bitsandbytes  # torch, now: not while the other waits
+from nf4_patch.libraries.bitsandbytes import adapters  # torch, now: not while the other waits
 
 importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
 importing.start()

@@ -16,7 +16,7 @@ from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 import nf4_patch
 from nf4_patch.moe.read import PackedExperts
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.patching import cpu
+from nf4_patch.libraries.bitsandbytes import cpu, stacks
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.quant_state import weight_of
 
@@ -82,7 +82,7 @@ stack = torch.randn(3, 128, 96)
 packed, state = F.quantize_4bit(stack, quant_type="nf4")
 for switch_it in (nf4_patch.disable, nf4_patch.enable):
     switch_it()
-    dense = PackedExperts(packed, state, Dequantizer("test")).dense()
+    dense = PackedExperts(packed, state, Dequantizer("test"), decode=stacks.decoded).dense()
     assert torch.equal(dense, reference.dense(weight_of(packed, state)))
 
 hits = [each for each in nf4_patch.status().shapes if each.kernel == "on the CPU" and each.shape == (1152, 4304)]

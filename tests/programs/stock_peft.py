@@ -13,4 +13,4 @@ for model, adapters, file in zip(words, words, words, strict=True):
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids)
     torch.save((output.loss, output.logits), file)
-assert "nf4_patch.moe.lora" not in sys.modules
+assert "nf4_patch.libraries.peft.experts" not in sys.modules

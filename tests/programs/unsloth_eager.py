@@ -1,6 +1,7 @@
 """The patch and its cache in Unsloth: ``unsloth_eager.py TARGET first|last|between``, enabled before, between or after the imports."""
 
 import importlib
+import inspect
 import sys
 
 import nf4_patch
@@ -20,6 +21,7 @@ import bitsandbytes.functional as F
 from target import in_package, linear, row
 from nf4_patch.cache.store import cache
 from nf4_patch.patching.originals import is_own
+from nf4_patch.patching.placement import installed
 from nf4_patch.patching.targets import TARGETS
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
@@ -160,9 +162,20 @@ for reentrant in (True, False):
 print("cached")
 # layers that run as CUDA graphs know Unsloth's checkpoint by its names
 from functools import partial
-from nf4_patch.patching.checkpoint import UNSLOTH, checkpoint_of
+from nf4_patch.libraries.unsloth import CHECKPOINTING
+from nf4_patch.patching.checkpoint import checkpoint_of
 from unsloth_zoo import gradient_checkpointing as theirs
 
 if newest:
     assert checkpoint_of(partial(theirs.unsloth_checkpoint, use_reentrant=False)).reentrant
-    assert theirs.UnslothCheckpointFunction.__module__ == UNSLOTH
+    assert theirs.UnslothCheckpointFunction.__module__ == CHECKPOINTING
+# Unsloth wraps methods of peft without functools.wraps: enable() finds ours beneath, and puts nothing on top
+if newest and order == "first":
+    from unsloth_zoo.temporary_patches import TEMPORARY_PATCHES
+
+    for patch in TEMPORARY_PATCHES:
+        patch()
+    nf4_patch.enable()
+    merge = "peft.tuners.lora.layer.ParamWrapper.merge"
+    assert row(merge).state == "wrapped", row(merge)
+    assert inspect.unwrap(installed[merge].current()) is not installed[merge].original

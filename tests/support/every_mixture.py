@@ -25,8 +25,8 @@ from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
 
 import nf4_patch
-from nf4_patch.moe import loading
-from nf4_patch.moe.loading import is_matrix, packed_stacks
+from nf4_patch.libraries.transformers import loading
+from nf4_patch.libraries.transformers.loading import is_matrix, packed_stacks
 
 LOADING = loading.__name__.rpartition(".")[2]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import nf4_patch
+from benchmarks.products import error, exact  # noqa: F401 (for the tests)
 from nf4_patch.matmul import launch
 from nf4_patch.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.patching.counters import counters
-from nf4_patch.tools.matmul import error, exact  # noqa: F401 (for the tests)
 
 CUDA = torch.device("cuda", 0)
 HERE = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None

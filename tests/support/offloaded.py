@@ -12,7 +12,7 @@ import transformers
 from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded, with_lora
 
 import nf4_patch
-from nf4_patch.moe.read import stacks_of
+from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
 from nf4_patch.offload import host_memory, planning
 from nf4_patch.patching.dequantizer import Dequantizer
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from nf4_patch.cache.store import cache
-from nf4_patch.graphs import input_offload, layers
+from nf4_patch.graphs import recording
+from nf4_patch.graphs.generation import tensors_of
 from nf4_patch.graphs.recorder import Recorder, modes_of_recording, restore
 from nf4_patch.patching.counters import counters
 
@@ -25,6 +27,21 @@ def copy_into(held: Any, results: Any) -> None:
     for old, new in zip(tree_flatten(held)[0], tree_flatten(results)[0], strict=True):
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             old.detach().copy_(new.detach())
+
+
+@contextlib.contextmanager
+def nothing_ran(work: Any) -> Iterator[None]:
+    """Give a static cache its old contents back, because a capture runs nothing."""
+    owner = getattr(work, "__self__", None)
+    static_cache = getattr(getattr(owner, "task", None), "static_cache", None)
+    tensors = [t for layer in static_cache.layers for t in tensors_of(layer)] if static_cache is not None else []
+    contents = [tensor.clone() for tensor in tensors]
+    try:
+        with getattr(owner, "undone", contextlib.nullcontext)():
+            yield
+    finally:
+        for tensor, content in zip(tensors, contents, strict=True):
+            tensor.copy_(content)
 
 
 class Repetition:
@@ -71,7 +88,7 @@ class Rerun(Recorder):
         """Nothing is held."""
 
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
-        with getattr(getattr(work, "__self__", None), "undone", contextlib.nullcontext)():  # a capture runs nothing
+        with nothing_ran(work):
             recording = Repetition(work, self.generator, before, given, keeps)
         return recording, recording.result
 
@@ -87,7 +104,7 @@ class Rerun(Recorder):
     def allocating(self) -> Any:
         return contextlib.nullcontext()
 
-    def leaving_enough(self, part: int = 0) -> Any:
+    def leaving_enough(self, part: int = 0, held: int = 0) -> Any:
         return contextlib.nullcontext()
 
     def synchronizations(self) -> Any:
@@ -99,9 +116,45 @@ class Rerun(Recorder):
     def allocated(self) -> int:
         return 0
 
-    def kept(self, before: int, result: Tensor) -> int:
-        """As if a forward kept nothing but its result."""
+    def kept(self, before: int, *results: Tensor) -> int:
+        """As if nothing but the results stayed allocated."""
         return 0
+
+
+class Allocations(TorchDispatchMode):
+    """The storages that operations made. ``nbytes`` counts those that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        given = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def nbytes(self) -> int:
+        return sum(size for storage, size in self.sizes.values() if not storage.expired())
+
+
+class Counting(Rerun):
+    """Counts the memory that stays allocated after what it records."""
+
+    allocations: Allocations | None = None
+
+    def record(self, work: Any, *others: Any, **options: Any) -> tuple[Any, Any]:
+        self.allocations = self.allocations or Allocations()
+        with self.allocations:
+            return super().record(work, *others, **options)
+
+    def allocated(self) -> int:
+        return 0 if self.allocations is None else self.allocations.nbytes()
+
+    kept = Recorder.kept
 
 
 class Log(TorchDispatchMode):
@@ -137,7 +190,7 @@ class Log(TorchDispatchMode):
 class Operations(Rerun):
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         log = Log()
-        with log:
+        with nothing_ran(work), log:
             result = work(*given)
         return OfLog(log), result
 
@@ -153,13 +206,5 @@ class OfLog:
         self.log.calls.clear()
 
 
-def prefetch(self: Any) -> None:
-    """Replace OffloadedInput.prefetch. Without a GPU, ``to`` would make no copy, so this function makes one."""
-    self.on_gpu = self.on_host.clone() if self.on_gpu is None else self.on_gpu
-
-
 def install(monkeypatch: Any, recorder: type[Recorder] = Rerun) -> None:
-    monkeypatch.setattr(layers, "Recorder", recorder)
-    monkeypatch.setattr(input_offload, "copying", contextlib.nullcontext)
-    monkeypatch.setattr(input_offload, "wait_for_copies", lambda device: None)
-    monkeypatch.setattr(input_offload.OffloadedInput, "prefetch", prefetch)
+    monkeypatch.setattr(recording, "Recorder", recorder)

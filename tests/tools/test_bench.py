@@ -11,13 +11,12 @@ import pytest
 import torch
 from oracle import layout_of, quantized
 
-from benchmarks import Bench, bits, challenge, generation, generation_lora, models
+from benchmarks import Bench, bits, challenge, generation, generation_lora, models, products, timing
 from benchmarks.baselines import UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
-from benchmarks.timing import Machine
-from nf4_patch.tools import matmul, timing
-from nf4_patch.tools.timing import Times
+from benchmarks.timing import Machine, Times
 
+pytestmark = pytest.mark.full
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
 
@@ -74,10 +73,10 @@ def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability
 @pytest.mark.parametrize("nested", [True, False])
 def test_exact_is_the_weight_before_rounding(nested):
     packed, state = quantized((96, 256), torch.float32, "cpu", nested=nested)
-    weight = matmul.exact(layout_of(packed, state))
+    weight = products.exact(layout_of(packed, state))
     assert weight.dtype is torch.float64
-    assert torch.equal(weight.float(), matmul.reference.dequantize(layout_of(packed, state)))
-    assert matmul.error(weight.float(), weight) < 1e-7
+    assert torch.equal(weight.float(), products.reference.dequantize(layout_of(packed, state)))
+    assert products.error(weight.float(), weight) < 1e-7
 
 
 # benchmarks/
@@ -144,7 +143,7 @@ def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fr
         tokens.append(side.token.clone())
         logits.append(side.step())
     want = model(input_ids=torch.cat(tokens, 1), use_cache=False).logits
-    assert matmul.error(torch.stack(logits, 1), want.double()) < 0.02
+    assert products.error(torch.stack(logits, 1), want.double()) < 0.02
     assert int(side.cache.get_seq_length()) == 6
     side.restart()
     assert torch.equal(side.step(), logits[0])

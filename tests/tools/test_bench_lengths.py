@@ -13,6 +13,7 @@ from benchmarks import lengths, sides
 from benchmarks.kinds import STOCK
 from benchmarks.models import Shape, config_of
 
+pytestmark = pytest.mark.full
 TINY = partial(config_of, Shape(64, 128, 2, 2, 1, 512, 4096), torch.bfloat16)
 
 

@@ -17,7 +17,10 @@ from benchmarks import offload as benchmark
 from nf4_patch.moe import launch
 from nf4_patch.offload import host_memory
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark"),
+]
 SETTING = benchmark.Setting("tiny", tokens=48, budget="96KiB", rank=8, optimizer="adamw", bits=3, steps=2)
 
 

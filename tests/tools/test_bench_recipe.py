@@ -9,6 +9,8 @@ from verbs import run_with_gpu
 
 from benchmarks import recipe
 
+pytestmark = pytest.mark.full
+
 
 def test_each_side_adds_one_switch():
     """Each side has all switches before it; the optimizer is the last."""

@@ -14,12 +14,12 @@ from benchmarks.kinds import STOCK
 from nf4_patch.patching.config import VARIABLES
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.full
 TINY = models.Shape(64, 128, 2, 4, 2)
 # Without a GPU, no graph replays: the sides differ in their options and in the kind of cache.
 SIDES = {"bitsandbytes and peft": rollouts.Side(STOCK, None), "graphs": rollouts.SIDES["graphs"]}
 
 
-@pytest.mark.full
 def test_each_side_generates_and_a_broken_one_is_named(monkeypatch):
     monkeypatch.setattr(rollouts, "SIDES", SIDES | {"broken": rollouts.Side(STOCK, {"cache": "much"})})
     rows, failures = rollouts.generation(TINY, (2,), 6)

@@ -16,6 +16,7 @@ from benchmarks.sides import CACHE, FUSED, PACKED, Comparison, Running, Side
 from benchmarks.training import optimizer_of, trained
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.full
 TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
 
 
@@ -42,7 +43,6 @@ def test_sides_in_turns_across_processes():
     assert any("peft, fused: losses" in line for line in report.render())
 
 
-@pytest.mark.full
 def test_sides_without_graphs_and_sides_whose_process_ends():
     """A side with graphs whose layers run no graph is named, and so is one whose process ends."""
     graphed = Comparison("tiny", 2, {"graphs": Side(STOCK, {"graphs": "auto"})}, [(1, 16)], TINY)
@@ -77,7 +77,6 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
     assert asked == [step.COMPARISONS[what]]
 
 
-@pytest.mark.full
 def test_compiled_layers_learn_the_same():
     """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
     losses = {}

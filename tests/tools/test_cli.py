@@ -19,8 +19,8 @@ from target import replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
-from nf4_patch.adapters import unsloth
 from nf4_patch.callback import ReportCallback
+from nf4_patch.libraries.unsloth import adapters as unsloth
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
 from nf4_patch.patching.config import Config
@@ -29,7 +29,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.snapshot import TargetStatus
-from nf4_patch.tools import cases, cli, doctor, output
+from nf4_patch.tools import advice, cases, cli, doctor, output
 from nf4_patch.tools.cli import main
 
 GPU = torch.cuda.is_available()
@@ -167,7 +167,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 
 
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
-IN_TRL = "use_liger_kernel=True, pad_to_multiple_of=64"
+IN_TRL = advice.SETTINGS
 PACKED, UPGRADE = 'nf4_patch.enable("fast", experts="4bit")', "upgrade to transformers 5.17, peft 0.17 or newer"
 
 
@@ -184,13 +184,36 @@ PACKED, UPGRADE = 'nf4_patch.enable("fast", experts="4bit")', "upgrade to transf
     ],
 )
 def test_doctor_says_the_line_to_type(changes, capabilities, settings, experts):
-    lines = doctor.lines_to_type(LINES | changes, capabilities)
+    lines = doctor.lines_to_type(LINES | changes, [gpu(capability) for capability in capabilities])
     assert lines["to train faster"] == 'nf4_patch.enable("fast")'
     assert lines["or with the same bits"] == "nf4_patch.enable()"
     assert lines.get("also in SFTConfig") == settings and lines["mixtures of experts"] == experts
     report = dataclasses.replace(WORKS, lines=lines)
-    assert '  to train faster:        nf4_patch.enable("fast")' in list(report.render())
+    assert '  to train faster:         nf4_patch.enable("fast")' in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "ends"),
+    [
+        ([141.0], 'experts="4bit")'),
+        ([31.8], 'experts="4bit")'),  # an RTX 5090
+        ([22.0], 'cache="off")'),  # an L4
+        ([14.6], 'offload="6GiB")'),  # a T4
+        ([141.0, 15.6], 'offload="6GiB")'),
+        ([11.6], 'offload="3GiB")'),
+        ([7.8], 'offload="all")'),
+        ([3.9], "does not fit, even with offload"),
+    ],
+)
+def test_doctor_recommends_no_mixture_that_cannot_be_loaded(gibibytes, ends):
+    lines = doctor.lines_to_type(LINES, [dataclasses.replace(gpu(), gibibytes=size) for size in gibibytes])
+    assert lines["mixtures of experts"].endswith(ends)
+    small = "for Qwen3-30B-A3B also" in lines
+    assert not ends.endswith('"all")') or "LoRA r = 8" in lines["for Qwen3-30B-A3B also"]
+    assert small is (3.9 < min(gibibytes) < 30) and (
+        not small or "expandable_segments" in lines["for Qwen3-30B-A3B also"]
+    )
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):

@@ -40,7 +40,6 @@ def test_what_doctor_says(tmp_path, monkeypatch):
     first, *others = module.lines(str(tmp_path), [(0, 10 * GB), (1, 10)])
     assert "GB of packed weights in 2 layers" in first and "(an estimate)" in first
     assert others == [
-        '  GPU 0: nf4_patch.enable("fast", experts="4bit", offload="off"), device_map={"": 0}; 0.0 GB of host memory, of which '
-        "5.0 GB are free",
+        '  GPU 0: nf4_patch.enable("fast", experts="4bit"), device_map={"": 0}; 0.0 GB of host memory, of which 5.0 GB are free',
         '  GPU 1: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers',
     ]

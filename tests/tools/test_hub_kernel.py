@@ -43,6 +43,7 @@ def test_another_source_has_another_name(tmp_path, monkeypatch):
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.full
 @NEEDS
 def test_kernels_loads_it_and_its_bits_are_those_of_bitsandbytes(tmp_path):
     hub_kernel.build(tmp_path)

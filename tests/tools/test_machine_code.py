@@ -16,7 +16,6 @@ from subprocess_python import script, support
 
 # The lowest release that is supported, Colab's, and the newest.
 RELEASES = ("3.2.0", "3.6.0", "3.9.0")
-FULL = ("installed, every variant", *RELEASES)
 CACHE = Path(os.environ.get("NF4_TEST_TRITONS", Path.home() / ".cache" / "nf4_patch" / "triton"))
 
 
@@ -33,7 +32,7 @@ def release_of(name: str) -> Path | None:
     return folder
 
 
-@pytest.fixture(scope="module", params=["installed", *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
+@pytest.fixture(scope="module", params=["installed", "installed, every variant", *RELEASES])
 def compiled(request):
     release, _, every = request.param.partition(", ")
     folder = release_of(release)
@@ -43,6 +42,7 @@ def compiled(request):
     return result
 
 
+@pytest.mark.full
 def test_every_gpu_is_compiled_for(compiled):
     release = tuple(map(int, compiled["triton"].split(".")[:2]))
     too_new = {machine_code.sm(c) for c, first in machine_code.FIRST_TRITON.items() if release < first}
@@ -51,6 +51,7 @@ def test_every_gpu_is_compiled_for(compiled):
     assert all(row["target"].startswith(f"sm_{row['arch']}") for row in compiled["rows"])
 
 
+@pytest.mark.full
 def test_registers_only(compiled):
     """Nothing spills, and nothing goes through shared memory, as the conversion of a layout would."""
     for row in compiled["rows"]:
@@ -58,6 +59,7 @@ def test_registers_only(compiled):
         assert row["registers"] <= 64, row  # 64: 1024 lanes still fit on a T4's SM
 
 
+@pytest.mark.full
 def test_packed_loads_are_wide(compiled):
     """Each step loads packed words of 32 bits, evict-first."""
     for row in compiled["rows"]:
@@ -66,6 +68,7 @@ def test_packed_loads_are_wide(compiled):
         assert not {"U8", "S8", "U16", "S16", "64", "128"}.intersection(*map(set, packed)), row
 
 
+@pytest.mark.full
 def test_no_fused_multiply_add(compiled):
     """The scale has two roundings, code2[absmax] * absmax2 and + offset: a contraction would change bits."""
     for row in compiled["rows"]:

@@ -94,6 +94,7 @@ if __name__ == "__main__":
 OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off (NF4_PATCH=0)", marks=pytest.mark.full)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("variables", "hits", "on"), [({}, 3, "on"), OFF])
 def test_a_report_counts_what_ran_in_the_kernel_and_children_do_not_report(variables, hits, on, tmp_path):
     """A spawned child imports the script, and a module named bitsandbytes with it. A fork has its parent's modules."""
@@ -128,7 +129,7 @@ def with_empty_bitsandbytes(folder: Path, script: str = "import bitsandbytes") -
 FULL_DISK = pytest.param("2>/dev/full", "/dev/full", marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("between", ["; ", "& "])
+@pytest.mark.parametrize("between", ["& ", pytest.param("; ", marks=pytest.mark.full)])
 def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
     """The first as it would be alone, and those that end after it. Another run begins anew, whatever the file holds."""
     (tmp_path / "report.json").write_text("[1, 2")
@@ -144,7 +145,8 @@ def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
         assert all(each["status"]["enabled"] and "others" not in each for each in found[1:])
 
 
-@pytest.mark.parametrize("option", ["-I", pytest.param("-E", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["-I", "-E"])
 def test_a_python_that_ignores_variables_is_patched_and_does_not_report(option, tmp_path):
     """By bitsandbytes, which loads the package when it is imported."""
     look = "import importlib.metadata as m; print(len(m.entry_points(group='bitsandbytes.backends', name='nf4_patch')))"

@@ -127,7 +127,7 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
             try:
                 storage.resize_(0)  # this frees the old memory before the larger memory is allocated
                 storage.resize_(n * dtype.itemsize)
-            except BaseException:  # out of memory, or an interrupt
+            except BaseException:  # out of memory
                 storage.resize_(before)
                 raise
             buffer = _buffers[device, dtype] = buffer.new_empty(0).set_(storage, 0, (n,), (1,))

@@ -1,0 +1,110 @@
+"""Find the packed stacks of a module, and read their bytes without PyTorch's parametrization.
+
+bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` packs a stack of experts and puts a PyTorch parametrization in front of
+it. Every read of the weight, such as ``module.gate_up_proj``, then decodes all experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from ...moe.read import PackedExperts
+from ...nf4.runtime import has_memory
+from ...patching.context import own_dispatch
+from ...patching.dequantizer import Dequantizer
+from ...patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise, is_written_in
+from ...patching.reasons import Reason
+from . import FUNCTIONS, PARAMETRIZE
+from .cpu import corrected
+
+
+def functions() -> Any:
+    """Return ``bitsandbytes.functional``, which the caller may be the first to import."""
+    return importlib.import_module(FUNCTIONS)
+
+
+def decoded(packed: Tensor, state: Any) -> Tensor:
+    """Decode a stack without the kernel."""
+    from bitsandbytes.functional import dequantize_4bit  # Dynamo can trace this import
+
+    right = corrected("packed experts", packed, state, None)
+    dense: Tensor = dequantize_4bit(packed, state) if right is None else right
+    return dense
+
+
+def packed_chains(module: Any) -> dict[str, Any]:
+    """Return the ParametrizationList of each packed stack of a module, by the stack's name.
+
+    The first parametrization in each list is that of bitsandbytes.
+    """
+    chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
+
+
+def is_managed(chain: Any) -> bool:
+    """Return whether nf4_patch itself packed a stack, or prepared the stack for adapters.
+
+    nf4_patch then handles the saving and merging of the stack even while ``experts="4bit"`` is off.
+
+    Args:
+        chain: the ParametrizationList of the stack.
+    """
+    packed = sys.modules.get(f"{__package__}.packed")  # not imported here, because it imports bitsandbytes
+    return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
+
+
+def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
+    """Return the packed stacks of an experts module by name.
+
+    If the stacks must be read through the parametrization, return the Reason instead.
+    """
+    packed = packed_chains(module)
+    chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
+    if not chains:
+        return Reason.SECOND_PARAMETRIZATION if packed else Reason.EXPERTS_NOT_PACKED
+    if is_hooked(module, chains):
+        return Reason.HOOKED
+    stacks = {
+        name: PackedExperts(chain.original, chain[0].quant_state, dequantizer, only_read, decoded)
+        for name, chain in chains.items()
+    }
+    for stack in stacks.values():
+        if type(stack.packed).__torch_dispatch__ is not own_dispatch:
+            return Reason.TENSOR_SUBCLASS
+        if stack.packed.is_meta or not has_memory(stack.packed):
+            return Reason.NO_STORAGE
+    return stacks
+
+
+def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
+    """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
+
+    If so, the packed bytes must not be read directly. For example, libraries for offloading and sharding load a weight
+    in a hook and free it in another hook. Such hooks are on the experts module, on the ParametrizationList, or on
+    bitsandbytes' parametrization in that list.
+
+    bitsandbytes' own two hooks on the experts module do not count. They cache a dense stack during one forward. An
+    outer ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
+
+    Args:
+        chains: the ParametrizationList of each stack, by name.
+    """
+    library = sys.modules.get(PARAMETRIZE)
+    if library is None or any(HOOKS_ON_ALL):
+        return True
+    caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
+    if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):
+        return True
+    return is_called_otherwise(module, (caching, no_longer)) or any(
+        is_called_otherwise(chain)
+        or is_called_otherwise(chain[0])
+        or not is_written_in(parametrize, getattr(getattr(type(module), name, None), "fget", None))
+        or not is_written_in(parametrize, type(chain).forward)
+        or not is_written_in(library, type(chain[0]).forward)
+        for name, chain in chains.items()
+    )

@@ -1,0 +1,178 @@
+"""Replacements for ``merge`` and ``unmerge`` of peft's LoRA on 4-bit linear layers.
+
+peft merges an adapter by quantizing the sum, and unmerges it by quantizing the difference. Each of the two rounds, so that a
+layer never gets its bytes back. The replacements keep a copy of the bytes in host memory, and put merged and original bytes
+into the same tensors. So CUDA graphs and cached weights stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...patching.counters import warn_once
+from ...patching.replacement import Function, around
+from ...patching.switch import switch
+
+gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
+NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
+
+
+class Parts(NamedTuple):
+    """The tensors of a packed weight whose contents change when the weight is quantized again."""
+
+    packed: Tensor
+    scales: tuple[Tensor, ...]  # absmax, and for a nested weight the second level's absmax and the offset
+
+    @classmethod
+    def of(cls, weight: Any) -> Parts | None:
+        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or does not count its writes."""
+        state = getattr(weight, "quant_state", None)
+        if state is None or type(weight).__name__ != "Params4bit" or weight.is_inference():
+            return None
+        second = (state.state2.absmax, state.offset) if state.nested else ()
+        return cls(weight.detach().as_subclass(Tensor), (state.absmax, *second))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.packed, *self.scales)
+
+    def fits(self, other: Parts) -> bool:
+        """Return whether ``other`` can be copied into these tensors."""
+        layouts = [[(t.shape, t.stride(), t.dtype, t.device) for t in each.tensors()] for each in (self, other)]
+        return layouts[0] == layouts[1]
+
+    def copy_(self, other: Parts) -> None:
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
+
+
+class Unmerged:
+    """The bytes of a linear layer before adapters were merged into it.
+
+    ``marks`` identifies the layer's weight as nf4_patch left it, unmerged or merged. If other code changes the weight, the
+    marks differ, and the bytes are not restored.
+    """
+
+    def __init__(self, weight: Any, parts: Parts):
+        self.bytes = Parts(parts.packed.to("cpu", copy=True), tuple(each.to("cpu", copy=True) for each in parts.scales))
+        self.bias: Tensor | None = None
+        self.mark(weight)
+
+    def mark(self, weight: Any) -> None:
+        self.weight: Callable[[], Any] = weakref.ref(weight)
+        self.marks = marks_of(weight)
+
+    def holds(self, weight: Any) -> bool:
+        """Return whether the weight is as nf4_patch left it."""
+        return self.weight() is weight and self.marks == marks_of(weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:
+        copied: Unmerged = object.__new__(type(self))
+        copied.bytes, copied.bias = self.bytes, self.bias  # never written
+        weight = self.weight()
+        twin = memo.get(id(weight))  # deepcopy copies the modules of a module before its other attributes
+        copied.weight = lambda: None
+        copied.marks = ()
+        if twin is not None and self.holds(weight):
+            copied.mark(twin)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the bytes out of a pickled model. After loading, peft's own ``unmerge`` runs."""
+        return type(None), ()
+
+
+def marks_of(weight: Any) -> tuple[Any, ...]:
+    parts = Parts.of(weight)
+    if parts is None:
+        return ()
+    return id(weight.quant_state), *((each.data_ptr(), each._version) for each in parts.tensors())
+
+
+def unmerged(layer: Any) -> Unmerged | None:
+    """Return the bytes that peft's layer had before its merge, or None if its weight was changed since."""
+    saved = vars(layer).get(NAME)
+    return saved if saved is not None and saved.holds(layer.get_base_layer().weight) else None
+
+
+@around
+def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``Linear4bit.merge``: keep the packed bytes, and move the merged ones to where the packed ones were.
+
+    With ``offload`` alone, only move the bytes. Otherwise peft would leave each merged layer on the GPU.
+    """
+    base = self.get_base_layer()
+    parts, saved = Parts.of(base.weight), unmerged(self)
+    if parts is not None and not self.merged_adapters and gate.on:
+        with torch.inference_mode(False), torch.no_grad():
+            saved = saved or Unmerged(base.weight, parts)
+            saved.bias = base.bias.clone() if any(self.lora_bias.values()) else None
+    vars(self)[NAME] = saved
+    with in_place(self, saved):
+        original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
+    """While peft quantizes a layer again, keep the tensors of its weight."""
+    base = layer.get_base_layer()
+    before = base.weight
+    attributes = dict(vars(before))
+    try:
+        yield
+    finally:  # one of several adapters may be broken, after peft has merged those before it
+        vars(before).clear()
+        vars(before).update(attributes)  # peft has marked the weight as not quantized
+        is_moved = base.weight is not before and (saved is not None or offload_gate.on)
+        if is_moved and not put_back(base, before, saved):
+            vars(layer).pop(NAME, None)
+
+
+def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
+    """Copy the merged bytes into the tensors of the weight ``before``, and give this weight back to the layer.
+
+    Return False if they do not fit.
+    """
+    merged, into = Parts.of(base.weight), Parts.of(before)
+    if merged is None or into is None or not into.fits(merged):
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        into.copy_(merged)
+    if saved is None:
+        before.quant_state.dtype = base.weight.quant_state.dtype  # that of the sum, as peft leaves it
+    else:
+        saved.mark(before)
+    base.quant_state = before.quant_state
+    base.weight = before  # last, so that an interrupt leaves the merged weight
+    return True
+
+
+@around
+def unmerge(original: Function, self: Any) -> None:
+    """Replace ``Linear4bit.unmerge``: restore the packed bytes and the bias."""
+    base, saved = self.get_base_layer(), unmerged(self)
+    if not self.merged_adapters:
+        original(self)
+        return
+    parts = Parts.of(base.weight)
+    if saved is None or parts is None:
+        vars(self).pop(NAME, None)
+        if gate.on:
+            warn_once(
+                'nf4_patch: merge="reversible" cannot restore a linear layer, because its adapters were merged before the option was '
+                "switched on, or other code changed the merged weight. peft quantizes the layer again"
+            )
+        with in_place(self, None):
+            original(self)
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        parts.copy_(saved.bytes)
+        if saved.bias is not None:
+            base.bias.copy_(saved.bias)
+    saved.mark(base.weight)
+    self.merged_adapters.clear()  # last, so that an interrupt leaves the layer merged

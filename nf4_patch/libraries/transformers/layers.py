@@ -1,0 +1,21 @@
+"""Replacements of functions of transformers that more than one option replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...activations.layers import kept
+from ...graphs import steps
+from ...graphs.layers import graphed
+from ...patching.replacement import Function, around
+from ...patching.target import Target
+
+valid_auto_compile_criteria = around(steps.valid_auto_compile_criteria)
+compiled_call = around(steps.compiled_call)
+
+
+def decoder_layer(target: Target, original: Function) -> Function:
+    """Run a decoder layer as CUDA graphs, or else without its checkpoint, or else as transformers does."""
+    inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
+    inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
+    return graphed(dataclasses.replace(target, or_option=""), inner, original)

@@ -1,0 +1,42 @@
+"""What to type for a model on a GPU: the one table of ``nf4-patch doctor``, README and docs/will-it-help-me.md."""
+
+from typing import NamedTuple
+
+
+class Advice(NamedTuple):
+    key: str  # of the expectation that scripts/render_docs.py adds from the measured data
+    model: str
+    gpu: str
+    line: str
+    also: str = ""  # what else to set, separated by commas
+    gigabytes: float = 0  # 10^9 bytes that Qwen3-30B-A3B needs on the GPU, CUDA included
+
+
+SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
+FAST, EXPERTS = 'enable("fast")', 'enable("fast", experts="4bit"'
+FULL = f'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, optim="adamw_8bit", {SETTINGS}'
+DENSE = Advice("dense", "dense, TRL or peft", "A100, RTX 30 or newer", FAST, SETTINGS)
+OLD = Advice("old", "dense", "T4, RTX 20", FAST, "bnb_4bit_compute_dtype=torch.float16, fp16=True, bf16=False")
+# largest need first; on a GPU with ample memory, the options of "fast" share what training leaves free
+MIXTURES = [
+    Advice("mixture", "mixture of experts", "32 GB or more", f"{EXPERTS})", SETTINGS, 30),
+    Advice("mixture-24", "mixture of experts", "24 GB", f'{EXPERTS}, cache="off")', FULL, 23),
+    Advice("mixture-16", "mixture of experts", "16 GB", f'{EXPERTS}, cache="off", offload="6GiB")', FULL, 14.5),
+    Advice("mixture-12", "mixture of experts", "12 GB", f'{EXPERTS}, cache="off", offload="3GiB")', FULL, 11.5),
+    Advice("mixture-8", "mixture of experts, LoRA r = 8", "8 GB", f'{EXPERTS}, cache="off", offload="all")', FULL, 7),
+]  # fmt: skip
+TABLE = [
+    DENSE,
+    Advice("unsloth", "dense, Unsloth 2026.10 or newer", "A100, RTX 30 or newer", FAST, "padding_free=False, pad_to_multiple_of=64"),
+    *MIXTURES,
+    OLD,
+    Advice("generation", "`generate()` with LoRA", "A100, RTX 30 or newer", FAST, 'cache_implementation="static"'),
+    Advice("bits", "any, with the same bits", "T4 or newer", "enable()"),
+    Advice("none", "not in 4 bits of bitsandbytes", "any", "nothing"),
+    Advice("none", "any", "AMD, Intel, Apple, older than a T4", "nothing"),
+]  # fmt: skip
+
+
+def mixture(gigabytes: float) -> Advice | None:
+    """Return the advice for Qwen3-30B-A3B on a GPU of ``gigabytes`` (10^9 bytes), or None if it cannot be trained there."""
+    return next((advice for advice in MIXTURES if advice.gigabytes <= gigabytes), None)

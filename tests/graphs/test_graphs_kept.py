@@ -1,0 +1,266 @@
+"""Graphs that keep activations: the same bits as layers that recompute, in every order of forwards and backwards."""
+
+from __future__ import annotations
+
+import pytest
+import test_graphed_layers as graphed
+import torch
+from alternation import crossed, thinned
+from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, optimizer_of, tokens  # noqa: F401
+
+import nf4_patch
+from nf4_patch.activations.layers import Record
+from nf4_patch.graphs import recording
+from nf4_patch.graphs.layers import graphs
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.reasons import Reason
+
+STEPS, RELEASED = (9, 6) if graphed.GPU else (7, 4)
+SIZE = "64GiB"  # of activations, so that all layers keep theirs
+
+
+def loss_of(model, seed, length=16):
+    ids = tokens(seed)[:, :length]
+    with torch.autocast(graphed.DEVICE, torch.bfloat16):
+        return model(input_ids=ids, labels=ids).loss
+
+
+def plain(model, optimizer, step):
+    loss = loss_of(model, step)
+    loss.backward()
+    return [loss]
+
+
+def accumulated(model, optimizer, step):
+    losses = [loss_of(model, 10 * step + k) for k in range(2)]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def reversed_backwards(model, optimizer, step):
+    losses = [loss_of(model, 10 * step + k) for k in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+    return losses
+
+
+def summed(model, optimizer, step):
+    losses = [loss_of(model, 10 * step + k) for k in range(2)]
+    sum(losses).backward()
+    return losses
+
+
+def thrown_away(model, optimizer, step):
+    loss_of(model, 100 + step)
+    return plain(model, optimizer, step)
+
+
+def interrupted(model, optimizer, step):
+    class Interrupt(Exception):
+        pass
+
+    def stop(*_):
+        raise Interrupt
+
+    if step % 3 == 2:
+        handle = model.get_output_embeddings().register_forward_pre_hook(stop)
+        with pytest.raises(Interrupt):
+            loss_of(model, 100 + step)
+        handle.remove()
+    return plain(model, optimizer, step)
+
+
+def retained(model, optimizer, step):
+    loss = loss_of(model, step)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss]
+
+
+def part(model, optimizer, step):
+    loss, last = loss_of(model, step), [p for p in model.parameters() if p.requires_grad][-3:]
+    found = torch.autograd.grad(loss, last, retain_graph=True)
+    other = loss_of(model, 50 + step)
+    other.backward()
+    loss.backward()
+    return [loss, other, *[each.float().sum() for each in found]]
+
+
+def evaluated(model, optimizer, step):
+    loss = loss_of(model, step)
+    model.eval()
+    with torch.no_grad():
+        other = loss_of(model, 70 + step)
+    model.train()
+    loss.backward()
+    return [loss, other]
+
+
+def lengths(model, optimizer, step):
+    loss = loss_of(model, step, (16, 8, 12)[step % 3])
+    other = loss_of(model, step, 8) if step % 2 else None
+    loss.backward()
+    if other is not None:
+        other.backward()
+    return [loss]
+
+
+def released(model, optimizer, step):
+    loss = loss_of(model, step)
+    if step == RELEASED:
+        nf4_patch.release()
+    loss.backward()
+    return [loss]
+
+
+def second_derivative(model, optimizer, step):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return penalized(model, step)
+
+
+def penalized(model, step):
+    loss = loss_of(model, step)
+    inputs = [p for p in model.parameters() if p.requires_grad][:4]
+    found = torch.autograd.grad(loss, inputs, create_graph=True)
+    penalty = sum(each.float().square().sum() for each in found)
+    (loss + penalty).backward()
+    return [loss, penalty]
+
+
+WAYS = [
+    plain,
+    accumulated,
+    reversed_backwards,
+    summed,
+    thrown_away,
+    interrupted,
+    retained,
+    part,
+    evaluated,
+    lengths,
+    released,
+]
+
+
+def train(model, way, **options):
+    torch.manual_seed(0)
+    optimizer, found, before = optimizer_of(model, lr=1e-3), [], graphs.replays
+    counters.reset()
+    with nf4_patch.enabled(**options):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            found += [each.detach().clone() for each in way(model, optimizer, step)]
+            optimizer.step()
+        kept = counters.uses_of("activations").hits
+    adapters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    return found + adapters, graphs.replays - before, kept
+
+
+def same(way, make=model_of, **options):
+    """Compare with eager layers that recompute. Return the numbers of replays and of calls that kept activations."""
+    torch.manual_seed(0)
+    want, _, _ = train(make(), way, **options)
+    torch.manual_seed(0)
+    got, replays, kept = train(make(), way, **options, graphs="auto", activations=SIZE)
+    assert len(got) == len(want) and all(map(torch.equal, got, want))
+    return replays, kept
+
+
+@pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS, every=3))
+def test_ways(way, dropout):
+    replays, kept = same(way, lambda: model_of(lora_dropout=dropout))
+    assert replays and kept
+
+
+@pytest.mark.parametrize("way", thinned((plain, reversed_backwards, evaluated, lengths, released), 3))
+def test_ways_under_a_reentrant_checkpoint(way):
+    replays, kept = same(way, lambda: model_of(True, lora_dropout=0.05))
+    assert replays and kept
+
+
+@pytest.mark.parametrize("way", thinned((plain, summed, part, lengths, released), 2))
+def test_without_checkpoints(way):
+    def make():
+        model = model_of(lora_dropout=0.05)
+        model.gradient_checkpointing_disable()
+        return model
+
+    replays, _ = same(way, make)
+    assert replays
+
+
+@pytest.mark.usefixtures("at_the_third_call")
+def test_every_call_of_an_ordinary_training_keeps_its_activations():
+    replays, kept = same(plain, lora="fused")
+    assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
+
+
+@pytest.mark.usefixtures("at_the_third_call")
+@pytest.mark.parametrize("both", [True, False])
+def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
+    """At the third call, another thread prevents both recordings of a layer, or only that which keeps. It is tried at the sixth."""
+    asked = []
+
+    def others():
+        asked.append(step)
+        return "a function" if step == 2 and (both or len(asked) % 2) else ""
+
+    monkeypatch.setattr(recording, "others_may_use_gpu", others)
+    torch.manual_seed(0)
+    model, kept, recomputing = model_of(), [], []
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(7):
+            plain(model, None, step)
+            kept.append(sum(map(len, graphs.kept.values())))
+            recomputing.append(sum(map(len, graphs.recordings.values())))
+    assert kept == [0] * 5 + [LAYERS] * 2
+    assert recomputing == ([0] * 7 if both else [0] * 2 + [LAYERS] * 5)
+    assert len(asked) == 3 * LAYERS
+
+
+def test_no_room(monkeypatch):
+    """Without room nothing is kept, and the Reason says so."""
+    monkeypatch.setattr(Record, "estimate", lambda record, size: 2**21)
+    torch.manual_seed(0)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto", activations="1MB"):
+        for step in range(4):
+            plain(model, None, step)
+        assert not graphs.kept and graphs.recordings
+        assert counters.fallbacks["activations", Reason.ACTIVATIONS_BUDGET]
+
+
+def test_second_derivatives():
+    torch.manual_seed(0)
+    want, _, _ = train(model_of(), second_derivative)
+    torch.manual_seed(0)
+    got, replays, _ = train(model_of(), second_derivative, graphs="auto", activations=SIZE)
+    count = 2 * STEPS
+    # sums in another order
+    assert replays and [e.item() for e in got[:count]] == pytest.approx([e.item() for e in want[:count]], rel=2**-7)
+
+
+def test_parameters_that_change_before_the_backward():
+    def way(model, optimizer, step):
+        loss = loss_of(model, step)
+        if step == RELEASED:
+            optimizer.step()
+        loss.backward()
+        return [loss]
+
+    same(way)
+
+
+def test_parameters_that_change_before_the_backward_without_checkpoints():
+    model = model_of()
+    model.gradient_checkpointing_disable()
+    optimizer = optimizer_of(model, lr=1e-3)
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(5):
+            loss = plain(model, optimizer, step)[0]
+            optimizer.step()
+        loss = loss_of(model, 9)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

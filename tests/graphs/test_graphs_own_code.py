@@ -1,0 +1,284 @@
+"""Layers that run code of the script run eagerly under GRAPH_OWN_CODE. This file is the script."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import test_graphed_layers as graphed
+import torch
+import transformers
+from alternation import crossed, thinned
+from packaging.version import Version
+from test_graphed_layers import DEVICE, EAGER, LAYERS, SHAPE, STEPS, compared, layers_of, loss_of, model_of
+
+from nf4_patch.graphs.fingerprint import Fingerprint
+from nf4_patch.graphs.own_code import held_by, is_library
+from nf4_patch.patching.checkpoint import checkpoint_of, setting
+
+clean = graphed.clean
+NAMESPACE, TABLE, LIST = argparse.Namespace(factor=1.0), {"factor": 1.0}, [1.0]
+VARIABLE = contextvars.ContextVar("factor", default=1.0)
+TENSOR = torch.ones(1, dtype=torch.bfloat16, device=DEVICE)
+
+
+class Other:
+    factor = 1.0
+
+
+class AttrDict(dict):
+    """Copying it, or asking whether it has an attribute, raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS, COUNTER, HOLDER = AttrDict(factor=1.0), {"calls": 0}, {"model": None}
+
+
+def count() -> float:
+    return 1.0 + COUNTER["calls"] / 8
+
+
+# What a layer reads from the script, and so must neither be copied, nor compared, nor kept alive.
+READERS: dict[str, Any] = {
+    "AttrDict": lambda x: torch.nn.functional.silu(x) * SETTINGS.factor,
+    "counter of a helper": lambda x: torch.nn.functional.silu(x) * count(),
+    "model": lambda x: torch.nn.functional.silu(x) * (HOLDER["model"] is not None),
+}
+
+
+class Dictionary(torch.nn.Module):
+    factors = {"default": 1.0}  # noqa: RUF012
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.silu(x) * self.factors["default"]
+
+
+def closure(factor: float) -> Any:
+    return lambda x: torch.nn.functional.silu(x) * factor
+
+
+def with_default(x: Any, factor: float = 1.0) -> Any:
+    return torch.nn.functional.silu(x) * factor
+
+
+FORMS: dict[str, Any] = {
+    "namespace": lambda x: torch.nn.functional.silu(x) * NAMESPACE.factor,
+    "dict": lambda x: torch.nn.functional.silu(x) * TABLE["factor"],
+    "list": lambda x: torch.nn.functional.silu(x) * LIST[0],
+    "context variable": lambda x: torch.nn.functional.silu(x) * VARIABLE.get(),
+    "attribute of another class": lambda x: torch.nn.functional.silu(x) * Other.factor,
+    "global tensor": lambda x: torch.nn.functional.silu(x) * TENSOR,
+    "dict of the class": Dictionary(),
+    "default": with_default,
+    "closure": closure(1.0),
+    "partial": partial(with_default, factor=1.0),
+    "partial of a library's function": partial(torch.nn.functional.silu, inplace=NAMESPACE),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+    model = model_of()
+    mlp = layers_of(model)[0].mlp
+    mlp._modules.pop("act_fn")
+    mlp.act_fn = FORMS[form]
+    assert Fingerprint(layers_of(model)[0]).code.foreign()
+    assert not Fingerprint(layers_of(model)[1]).code.foreign()
+
+
+def test_a_layer_of_the_script():
+    """The other layers replay, and a global that changes acts at once."""
+
+    def make():
+        model = model_of()
+        layers_of(model)[0].mlp.act_fn = Dictionary()
+        return model
+
+    def step_of(model, optimizer, step):
+        Dictionary.factors["default"] = 1.0 + step
+        return graphed.one_step(model, optimizer, step)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == (LAYERS - 1) * (
+        STEPS - EAGER
+    )
+
+
+@pytest.mark.parametrize("reader", thinned(READERS, 2))
+def test_globals_that_a_layer_reads(reader):
+    """The layer runs eagerly, the others replay, and the model is freed although a global named it during the training."""
+    models = []
+
+    def make():
+        model = HOLDER["model"] = model_of()
+        mlp = layers_of(model)[0].mlp
+        mlp._modules.pop("act_fn")
+        mlp.act_fn = READERS[reader]
+        models.append(weakref.ref(model))
+        return model
+
+    def step_of(model, optimizer, step):
+        COUNTER["calls"], SETTINGS["factor"] = step, 1.0 + step
+        return graphed.one_step(model, optimizer, step)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == (LAYERS - 1) * (
+        STEPS - EAGER
+    )
+    HOLDER["model"] = None
+    gc.collect()
+    assert models[-1]() is None
+
+
+def test_a_sequential_that_is_reordered():
+    model = model_of()
+    mlp = layers_of(model)[0].mlp
+    mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Tanh())
+    fingerprint = Fingerprint(layers_of(model)[0])
+    assert fingerprint.holds() and not fingerprint.code.foreign()
+    mlp.act_fn._modules["0"] = mlp.act_fn._modules.pop("0")
+    assert not fingerprint.holds()
+
+
+def test_an_attribute_that_a_config_gets():
+    model = model_of()
+    fingerprint = Fingerprint(layers_of(model)[0])
+    assert fingerprint.holds()
+    model.config.something_new = 1
+    assert not fingerprint.holds()
+
+
+def test_code_of_libraries_and_of_scripts():
+    import json
+
+    from transformers import LlamaModel
+
+    assert is_library(json.dumps) and is_library(LlamaModel.forward.__wrapped__) and is_library(compared) is False
+    assert is_library(eval("lambda: 0", {"__name__": "__main__"})) is False
+    assert is_library(graphed.REMOTE.Scaled.forward)
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_gradient_hook_on_an_activation(reentrant):
+    """A gradient reversal of a library, whose factor follows a schedule."""
+    kind = graphed.REMOTE.Reversed
+
+    def make():
+        model = model_of(reentrant)
+        layers_of(model)[0].mlp.act_fn = kind()
+        return model
+
+    def step_of(model, optimizer, step):
+        kind.factor = -1.0 / (1 + step)
+        return graphed.one_step(model, optimizer, step)
+
+    found = compared(make, step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_HOOKED"} and found["replays"] == (LAYERS - 1) * (
+        STEPS - EAGER
+    )
+
+
+# --- parameters that layers share ---
+
+THREE_LAYERS = graphed.config_of(SHAPE._replace(num_hidden_layers=3), torch.bfloat16)
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_parameter_of_two_layers(reentrant):
+    def make():
+        model = model_of(reentrant, config=THREE_LAYERS)
+        first, second, _ = layers_of(model)
+        second.mlp.up_proj.lora_A["default"].weight = first.mlp.up_proj.lora_A["default"].weight
+        return model
+
+    found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == STEPS - EAGER
+
+
+def test_a_layer_that_is_called_twice_before_its_backward():
+    """A reentrant checkpoint adds the gradient of each call to those of the step before."""
+
+    def make():
+        model = model_of(True, config=THREE_LAYERS)
+        layers_of(model)[2] = layers_of(model)[0]
+        return model
+
+    def step_of(model, optimizer, step):
+        return graphed.backward(*(loss_of(model, 2 * step + each) for each in range(2)))
+
+    found = compared(make, step_of)
+    assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
+
+
+# --- num_items_in_batch ---
+
+
+def test_a_layer_that_reads_num_items_in_batch():
+    code = Fingerprint(layers_of(model_of())[0]).code
+    assert not code.names("num_items_in_batch") and code.names("position_embeddings")
+
+
+# --- options of the checkpoint ---
+
+
+@pytest.mark.parametrize(
+    ("dropout", "options"),
+    crossed((0.1, 0.0), [{"preserve_rng_state": False}, {"early_stop": False}, {"determinism_check": "none"}]),
+    ids=str,
+)
+def test_options_of_the_checkpoint(options, dropout):
+    def make():
+        model = model_of(lora_dropout=dropout)
+        model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+        return model
+
+    found = compared(make)
+    drawn = dropout > 0 and "preserve_rng_state" in options
+    assert found["replays"] == (0 if drawn else LAYERS * (STEPS - EAGER))
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} | ({"GRAPH_CHECKPOINT"} if drawn else set())
+
+
+# Without a GPU, there is no pinned memory.
+@pytest.mark.parametrize(
+    "options", [pytest.param({"offload": True}, marks=pytest.mark.gpu), {"every_n_layers": 2}], ids=str
+)
+def test_options_of_transformers(options):
+    if Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("transformers 5.17 or newer")
+
+    def make():
+        model = model_of()
+        model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, **options)
+        return model
+
+    found = compared(make)
+    assert found["replays"] == (LAYERS if "offload" in options else (LAYERS + 1) // 2) * (STEPS - EAGER)
+
+
+def test_the_checkpoint_of_offload():
+    model = model_of()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    found = checkpoint_of(layers_of(model)[0]._gradient_checkpointing_func)
+    assert found.saves_on_host and not found.reentrant
+
+
+def test_a_function_that_holds_itself():
+    def function():
+        return held
+
+    held = partial(function, 2)
+    assert [*held_by(held)] == [2, function]
+
+
+def test_a_wrapper_that_sets_use_reentrant():
+    """As ms-swift has it."""
+    checkpoint = torch.utils.checkpoint.checkpoint
+    assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
+    assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True
+    assert not checkpoint_of(partial(lambda *a, use_reentrant=None, **k: checkpoint(*a, use_reentrant=True), x=1))
