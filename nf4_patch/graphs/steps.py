@@ -29,7 +29,7 @@ from ..patching.switch import switch
 from ..patching.targets import MODULES
 from . import recording
 from .arguments import Unsupported, layout_of, replaced, signature
-from .calls import NOT_CHECKPOINTED, why_not
+from .calls import CACHE_ARGUMENTS, NOT_CHECKPOINTED, why_not
 from .capture import Environment, GraphedLayer, Task, Work
 from .fingerprint import Fingerprint, only_requires_gradient
 from .generation import tensors_of
@@ -52,7 +52,6 @@ KINDS = {
 }
 # ATTEMPTS: how often one ``generate()`` may observe or record a step. Windows of sliding layers become full at some tokens.
 ATTEMPTS = 8
-CACHE = "past_key_values"
 GENERATION, MODELS, STATIC_CACHES = (MODULES[name] for name in ("generation", "models", "static caches"))
 
 
@@ -76,7 +75,7 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
         any(own)
         or model.config.is_encoder_decoder
         or model.device.type != runtime.DEVICE
-        or not is_static(model_kwargs.get(CACHE))
+        or not is_static(cache_in(model_kwargs))
     ):
         return False
     asked.model = weakref.ref(model)
@@ -87,6 +86,11 @@ def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
     """Stand for ``PreTrainedModel.get_compiled_call``."""
     is_step, asked.model = asked.model() is model, Asked.model
     return Step(model) if is_step else original(model, compile_config)
+
+
+def cache_in(arguments: dict[str, Any]) -> Any:
+    """Return the cache of keys and values among a model's arguments, or None."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def is_static(static_cache: Any) -> bool:
@@ -207,7 +211,7 @@ class Step:
 
     def plan(self, inputs: dict[str, Any]) -> Any:
         """Return (function, *arguments) that computes the step, None if the model has to, or a Reason if it has to from now on."""
-        x, static_cache = inputs.get("input_ids"), inputs.get(CACHE)
+        x, static_cache = inputs.get("input_ids"), cache_in(inputs)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != 1:
             return None  # a part of the prompt
         if not is_static(static_cache):
@@ -217,7 +221,7 @@ class Step:
         if (reason := why_not(self.model, (x,), NOT_CHECKPOINTED, True)) is not None:
             return reason
         assert static_cache is not None
-        others = {name: value for name, value in inputs.items() if name not in ("input_ids", CACHE)}
+        others = {name: value for name, value in inputs.items() if value is not x and value is not static_cache}
         tensors: list[Tensor] = []
         try:
             layouts = signature((x,), tensors), signature(others, tensors)
@@ -283,10 +287,12 @@ class Step:
             state = LayerState(model, fingerprint, [])
             return self.observe, recorder, fingerprint, state, inputs
 
+        names = [name for name, value in inputs.items() if value is static_cache]
+
         def function(given: Any, x: Tensor, buffers: list[Tensor]) -> Any:
             static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
-            others = replaced({n: v for n, v in inputs.items() if n != CACHE}, lambda tensor: static[id(tensor)])
-            return model(**others, **{CACHE: given})
+            others = {name: value for name, value in inputs.items() if value is not static_cache}
+            return model(**replaced(others, lambda tensor: static[id(tensor)]), **dict.fromkeys(names, given))
 
         task = Task(model, function, x, tensors[1:], environment, fingerprint, False, static_cache)
         with graphs.lock:
@@ -320,7 +326,7 @@ class Step:
 
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
         """Run the step eagerly where it would be recorded. Find what a replay could not repeat."""
-        static_cache, host, generator = inputs[CACHE], HostGenerators(), recorder.generator
+        static_cache, host, generator = cache_in(inputs), HostGenerators(), recorder.generator
         held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
         with (
             recorder.lock, recorder.recording(False), cache.pinned(recorder.stream_id), rolling(static_cache) as read, inside()
@@ -360,11 +366,12 @@ class Step:
         if logits is None:  # another thread has just dropped all graphs
             return self.model(**inputs)
         graphs.replays += graph.layers
-        for layer in inputs[CACHE].layers:
+        static_cache = cache_in(inputs)
+        for layer in static_cache.layers:
             if (length := length_of(layer)) is not None:
                 layer.cumulative_length_int = length + 1
         kind, names = graph.others  # type: ignore[misc]
-        return kind(logits=logits, **dict.fromkeys(names, inputs[CACHE]))
+        return kind(logits=logits, **dict.fromkeys(names, static_cache))
 
 
 def room_in(static_cache: Any) -> int:
