@@ -38,6 +38,7 @@ import nf4_patch
 from benchmarks import models
 from benchmarks.timing import kernels, machine, synchronize
 from benchmarks.training import trained
+from nf4_patch.libraries.bitsandbytes.stacks import packed_chains
 from nf4_patch.offload import host_memory
 
 GIB = 2**30
@@ -46,7 +47,7 @@ METHOD = (
     " in_turns share one and alternate step by step. If a host has several GPUs, each may run one process at the same time. cap:"
     " GiB that PyTorch may allocate, or 0 for all of gpu_bytes. Memory is in bytes. gpu_ms, wall_ms: medians of all steps."
     " kernels_ms, copies_ms: sums of one step. fetches: copies of layers in one step. late: number of fetches that began only when"
-    " the layer was read. fetched: bytes of all fetches. bus: bytes per second of a plain copy from pinned memory. losses,"
+    " the layer was read. experts: bytes of all packed experts; rows without it offloaded only those. fetched: bytes of all fetches. bus: bytes per second of a plain copy from pinned memory. losses,"
     " gradients, adapters: of steps with deterministic algorithms."
 )
 SIDES = ("resident", "again", "budget", "all")  # "again" repeats "resident", to show the noise
@@ -410,6 +411,17 @@ def fetches() -> tuple[int, int]:
     return sum(each.fetches for each in found), sum(each.late for each in found)
 
 
+def packed_experts(model: Any) -> int:
+    """Return the bytes of the packed stacks of experts, wherever they are."""
+    chains = [
+        (chain.original, chain[0].quant_state) for module in model.modules() for chain in packed_chains(module).values()
+    ]
+    return sum(
+        packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+        for packed, state in chains
+    )
+
+
 def largest_block() -> int:
     """Return the bytes that a fetch copies: the packed weights of a layer."""
     return max((sum(block.sizes.values()) for block in host_memory.living()), default=0)
@@ -481,6 +493,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
         result |= {"load_s": time.perf_counter() - begin, "peak_loading": peak()}
         result |= {"loaded": torch.cuda.memory_allocated() if cuda else 0}
         result |= {"in_host": sum(each.in_host for each in nf4_patch.status().offload.values())}
+        result |= {"experts": packed_experts(model)}
         result["failed"] = "adapters"
         model = with_lora(model, setting)
         result |= {"peak_adapters": peak(), "adapters_held": sum(each.nbytes for each in trained(model))}

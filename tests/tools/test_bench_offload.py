@@ -61,6 +61,7 @@ def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
     # forward and back; the layers at the turns are still there
     unit = runs["all"]["in_host"] // 4
     assert 0 < runs["budget"]["in_host"] < runs["all"]["in_host"]
+    assert 0 < runs["all"]["experts"] == resident["experts"] < runs["all"]["in_host"]  # linear layers are packed too
     assert runs["all"]["fetches"] in (4, 5, 6) and runs["all"]["fetched"] == runs["all"]["fetches"] * unit
     assert runs["all"]["late"] == 0
     assert "bit-identical to resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
