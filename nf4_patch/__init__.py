@@ -1,7 +1,7 @@
 """Faster QLoRA training in less GPU memory, for peft, TRL and Unsloth, with one line of code.
 
 >>> import nf4_patch
->>> nf4_patch.enable("fast")  # or NF4_PATCH=fast in the environment; only plain enable() keeps every bit
+>>> nf4_patch.enable("fast")  # or NF4_PATCH=fast in the environment; only plain enable() is bit-identical
 
 Importing this module is cheap: torch, triton and the patched libraries are imported only when needed.
 """

@@ -16,7 +16,7 @@ from .allocator import allocated
 
 
 def nobody() -> None:
-    """Return None, as a weak reference does whose object is gone."""
+    """Return None, like a dead weak reference."""
     return None
 
 
@@ -61,7 +61,7 @@ class CacheEntry:
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy if it came from exactly these tensors, and none of them nor the copy was written to. Addresses get reused.
+        """Return the dense copy if it came from exactly these tensors, and neither they nor the copy have been written to since.
 
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.

@@ -34,15 +34,15 @@ ByLayer = weakref.WeakKeyDictionary
 def is_due(calls: int) -> bool:
     """Return whether a layer is recorded at this eager call of a shape.
 
-    It is recorded at the third call. If it changed or could not be recorded, it is recorded at its sixth eager call, its
-    twelfth and so on, because it may go on changing at every step.
+    It is recorded at the third call. If the layer changed since, or could not be recorded, it is tried again at its sixth
+    eager call, its twelfth and so on.
     """
     times, rest = divmod(calls, RECORDED_AT)
     return rest == 0 and times.bit_count() == 1
 
 
 class Stepping(threading.local):
-    """Whether this thread runs a decode step that is one graph for the whole model, and ``by`` which step it does."""
+    """Whether this thread runs a decode step that is one graph for the whole model. ``by`` refers to that step."""
 
     by: Callable[[], Any] = staticmethod(
         lambda: None
@@ -238,7 +238,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def kind_of(key: Any) -> Any:
-    """Return a key without its StaticCache, because the next StaticCache changes nothing about a refusal."""
+    """Return a key without its StaticCache: a refusal holds for every StaticCache."""
     return (*key[:-1], key[-1] is None)
 
 

@@ -85,7 +85,7 @@ class Leftovers:
         return any(marker() for marker in self.markers)
 
     def remove(self) -> None:
-        """Remove the tensors that are still alive from the lists to which the run appended them."""
+        """From the lists that the run appended to, remove its tensors that are still alive."""
         markers = {id(marker()) for marker in self.markers}
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.requires_grad]
         for tensor in tensors:

@@ -101,7 +101,7 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """factor[part] = scale * x.T @ inner over a part of the rows, steps * ROWS rows. The caller adds up the parts."""
+    """factor[part] = scale * x.T @ inner over steps * ROWS of the rows. The caller adds up the parts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

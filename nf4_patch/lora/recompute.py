@@ -18,7 +18,7 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list for the caller's decision, and the forward's decision about the same call (None outside of a recompute).
+    """Return the list in which the caller notes its decision, and in a recompute also what the forward decided about the same call.
 
     The checkpoint's frame holds the list. The result is None if ``pack``, the current pack hook, does not belong to a checkpoint.
     """

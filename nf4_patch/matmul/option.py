@@ -10,7 +10,7 @@ from ..patching.option import Option
 
 @dataclass(frozen=True)
 class MatmulStatus:
-    """One measurement of the fused matmul: a weight [out_features, in_features], and x of at most ``rows`` rows."""
+    """One measurement of the fused matmul, for a weight [out_features, in_features] and up to ``rows`` rows of x."""
 
     device: int
     rows: int

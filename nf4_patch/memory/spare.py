@@ -100,7 +100,7 @@ class Spare:
         self.why, self.numbers = Waits.TRAINING, ()
 
     def join(self, user: User) -> None:
-        """Share spare memory with this user, from the next two training steps on."""
+        """Share spare memory with this user, once two more training steps have shown what they need."""
         with self.lock:
             if not self.users:
                 self.forget()

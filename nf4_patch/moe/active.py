@@ -9,7 +9,7 @@ from .product import Lora
 
 
 class Wrapper(Protocol):
-    """A running forward of a layer that adds LoRA to a stack of experts."""
+    """One running forward of a LoRA wrapper around a stack of experts."""
 
     experts: Any  # the experts module
     name: str  # of the stack in the module

@@ -102,7 +102,7 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether a checkpoint soon frees the tensors that autograd saves now, in its forward or in its recompute.
+    """Return whether autograd saves tensors inside a checkpoint, in its forward or recompute, which soon frees them.
 
     PyTorch calls only the innermost hooks on saved tensors. If these are not a checkpoint's but, for example, those of
     ``save_on_cpu``, they keep the tensors, so the result is False.
@@ -145,7 +145,7 @@ class ExpertWeight(NamedTuple):
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply as ``grouped``, without LoRA."""
+        """Multiply like ``grouped``, but without LoRA."""
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]

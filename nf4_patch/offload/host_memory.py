@@ -28,7 +28,7 @@ ADVICE = 'free host memory, or keep more weights on the GPU with a larger offloa
 
 
 class Cuda:
-    """All CUDA calls of the offload folder, which tests replace."""
+    """Wraps all CUDA calls of the offload folder, so that tests can replace them."""
 
     kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)

@@ -126,7 +126,7 @@ class Option(Variable):
         return tuple(target for target in TARGETS if target.option == self.argument)
 
     def word(self, text: str) -> str:
-        """Accept "true" (the option's only value besides "off") and "false"."""
+        """Return the option's only value besides "off" for "true", and "off" for "false"."""
         values = [value for value in self.allowed if value != "off"]
         if text == "true" and len(values) == 1 and not self.size:
             return values[0]

@@ -1,7 +1,7 @@
 """Dequantize the weights that bitsandbytes' own code for the CPU dequantizes wrongly.
 
-On CPUs with AVX-512, bitsandbytes 0.49 and 0.50 begin a new quantization block at each row of the weight. So the scales
-are wrong if a row is no multiple of the blocksize. See docs/notes/dequantize-4bit-rows.md.
+On CPUs with AVX-512, bitsandbytes 0.49 and 0.50 begin a new quantization block at each row of the weight. That
+gives wrong scales unless the row length is a multiple of the blocksize. See docs/notes/dequantize-4bit-rows.md.
 """
 
 from __future__ import annotations

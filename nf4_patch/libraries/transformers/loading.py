@@ -40,7 +40,7 @@ OWN = ".libraries.transformers.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
-    """Return whether ``full_name`` names a stack of experts in the model that is still dense."""
+    """Return whether ``full_name`` names a stack of experts in the model before it is packed."""
     path, _, name = full_name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
     return parameter is not None and parameter.dim() == 3
