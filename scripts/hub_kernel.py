@@ -15,6 +15,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import nf4_patch.libraries  # noqa: F401  # fills MODULES
+from nf4_patch.patching.targets import MODULES as LOOKED_UP
+
 ROOT = Path(__file__).resolve().parents[1]
 NAME, VERSION = "nf4-dequantize", 1
 # The modules that the kernel needs: the arithmetic, and the guards with the sentences of their reasons.
@@ -92,7 +95,8 @@ def build(folder: Path) -> None:
         for name in MODULES
         for path in (ROOT / "nf4_patch").glob(name)
     }
-    files = {Path("__init__.py"): INIT, **files}
+    # In place of the tables of libraries, the kernel gets the names of the Python modules that it looks up.
+    files = {Path("__init__.py"): INIT, Path("patching", "targets.py"): f"MODULES = {LOOKED_UP!r}\n", **files}
     digest = hashlib.sha256(json.dumps([(path.as_posix(), text) for path, text in sorted(files.items())]).encode())
     module = NAME.replace("-", "_")
     metadata = {
