@@ -1,7 +1,8 @@
-"""python -m benchmarks.offload [NAME ...] [--json FILE]: train a mixture on a GPU that is too small for it, enable(offload=...).
+"""python -m benchmarks.offload [NAME ...] [--json FILE]: train a model on a GPU that is too small for it, enable(offload=...).
 
 Models have real shapes, all layers and random weights. The values of a 4-bit checkpoint are generated when transformers reads
-them. LoRA is on the attention and the experts as in TRL: adapters in bf16, autocast, gradient checkpointing. Each side runs in a
+them. LoRA is on the attention and the experts, or on all linear layers of a dense model with lora="fused". Adapters are in bf16 as
+in TRL, with autocast and gradient checkpointing. Each side runs in a
 separate process with a cap on PyTorch's allocator. Its result is added to FILE as soon as it is done. Without NAME and --model,
 all of RUNS are run. With --turns, all sides run in one process and alternate step by step, so that other load on the machine
 affects all sides alike. Peak memory is measured without --turns.
@@ -37,14 +38,16 @@ import nf4_patch
 from benchmarks import models
 from benchmarks.timing import kernels, machine, synchronize
 from benchmarks.training import trained
+from nf4_patch.libraries.bitsandbytes.stacks import packed_chains
+from nf4_patch.offload import host_memory
 
 GIB = 2**30
 METHOD = (
-    "Steps of whole mixtures with random weights: adapters in bf16, autocast, checkpointing. Each run has a process, but runs with"
+    "Steps of whole models with random weights: adapters in bf16, autocast, checkpointing. Each run has a process, but runs with"
     " in_turns share one and alternate step by step. If a host has several GPUs, each may run one process at the same time. cap:"
     " GiB that PyTorch may allocate, or 0 for all of gpu_bytes. Memory is in bytes. gpu_ms, wall_ms: medians of all steps."
-    " kernels_ms, copies_ms: sums of one step. fetches: copies of experts in one step. late: number of fetches that began only when"
-    " the layer read its experts. fetched: bytes of all fetches. bus: bytes per second of a plain copy from pinned memory. losses,"
+    " kernels_ms, copies_ms: sums of one step. fetches: copies of layers in one step. late: number of fetches that began only when"
+    " the layer was read. experts: bytes of all packed experts; rows without it offloaded only those. fetched: bytes of all fetches. bus: bytes per second of a plain copy from pinned memory. losses,"
     " gradients, adapters: of steps with deterministic algorithms."
 )
 SIDES = ("resident", "again", "budget", "all")  # "again" repeats "resident", to show the noise
@@ -85,6 +88,19 @@ def gemma() -> Any:
     )  # type: ignore[call-arg]  # fmt: skip
 
 
+def qwen3_32b() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(  # type: ignore[call-arg]
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def llama(shape: models.Shape) -> Any:
+    return models.config_of(shape, torch.bfloat16)
+
+
 def tiny() -> Any:
     """Return a tiny config for tests."""
     config = models.qwen3(2, 512)
@@ -97,8 +113,11 @@ def tiny() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "Qwen3-30B-A3B": functools.partial(models.qwen3, 48, 151936), "gpt-oss-20b": gpt_oss, "Gemma-4-26B-A4B": gemma,
-    "GLM-4.5-Air": glm, "tiny": tiny,
+    "GLM-4.5-Air": glm, "tiny": tiny, "Llama-3.1-8B": functools.partial(llama, models.LLAMA_8B),
+    "Qwen3-32B": qwen3_32b, "Llama-3.1-70B": functools.partial(llama, models.MODELS["llama-70b"]),
+    "tiny dense": functools.partial(llama, models.Shape(64, 128, 4, 4, 2)),
 }  # fmt: skip
+DENSE = ("Llama-3.1-8B", "Qwen3-32B", "Llama-3.1-70B", "tiny dense")
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,12 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=7), ("all",)),
     "Gemma": (Setting("Gemma-4-26B-A4B", cap=CAP_16, bits=0), ("all",)),
     "GLM": (Setting("GLM-4.5-Air", cap=CAP_24, bits=0, steps=7), ("all",)),
+    "8B, bits": (Setting("Llama-3.1-8B", budget="2GiB", steps=0), SIDES),
+    "8B": (Setting("Llama-3.1-8B", cap=CAP_8, bits=0), ("all",)),
+    "32B": (Setting("Qwen3-32B", cap=CAP_12, bits=0, steps=7), ("all",)),
+    "32B, resident": (Setting("Qwen3-32B", bits=0, steps=7), ("resident", "all")),
+    "70B": (Setting("Llama-3.1-70B", cap=CAP_24, tokens=4096, budget="5GiB", bits=0, steps=5), ("budget", "all")),
+    "70B, resident": (Setting("Llama-3.1-70B", tokens=4096, bits=0, steps=5), ("resident", "all")),
 }
 
 
@@ -242,8 +267,10 @@ def load(config: Any, device: Any) -> Any:
 
 
 def lora_options(setting: Setting) -> dict[str, Any]:
-    experts = [] if setting.attention_only else models.EXPERTS
-    targets = {"target_modules": list(models.LINEARS[:4]), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    dense = setting.model in DENSE
+    experts = [] if setting.attention_only or dense else models.EXPERTS
+    linear = list(models.LINEARS if dense and not setting.attention_only else models.LINEARS[:4])
+    targets = {"target_modules": linear, "target_parameters": experts, "task_type": "CAUSAL_LM"}
     return {"r": setting.rank, "lora_alpha": setting.rank, "init_lora_weights": False, **targets}
 
 
@@ -361,7 +388,7 @@ def timed(trainings: list[Training], steps: int) -> list[dict[str, Any]]:
         results.append({
             "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
             "kernels_ms": sum(ms for _, ms in busy) - sum(copies), "copies_ms": sum(copies),
-            "fetches": count, "late": late, "fetched": count * largest_block(training.model), "in_turns": len(trainings) > 1,
+            "fetches": count, "late": late, "fetched": count * largest_block(), "in_turns": len(trainings) > 1,
         })  # fmt: skip
     return results
 
@@ -384,20 +411,20 @@ def fetches() -> tuple[int, int]:
     return sum(each.fetches for each in found), sum(each.late for each in found)
 
 
-def largest_block(model: Any) -> int:
-    """Return the bytes that a fetch copies: the packed stacks of a layer."""
-    sizes = [0]
-    for module in model.modules():
-        chains = getattr(module, "parametrizations", {}).values()
-        states = [(chain.original, getattr(chain[0], "quant_state", None)) for chain in chains]
-        sizes.append(
-            sum(
-                packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
-                for packed, state in states
-                if state is not None
-            )
-        )
-    return max(sizes)
+def packed_experts(model: Any) -> int:
+    """Return the bytes of the packed stacks of experts, wherever they are."""
+    chains = [
+        (chain.original, chain[0].quant_state) for module in model.modules() for chain in packed_chains(module).values()
+    ]
+    return sum(
+        packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+        for packed, state in chains
+    )
+
+
+def largest_block() -> int:
+    """Return the bytes that a fetch copies: the packed weights of a layer."""
+    return max((sum(block.sizes.values()) for block in host_memory.living()), default=0)
 
 
 # --- a side, in a separate process ---
@@ -426,6 +453,11 @@ def peak() -> dict[str, int]:
     return found
 
 
+def enable(setting: Setting, side: str) -> None:
+    dense: dict[str, Any] = {"lora": "fused"} if setting.model in DENSE else {"experts": "4bit"}
+    nf4_patch.enable(offload=offload_of(setting, side), **dense)
+
+
 def offload_of(setting: Setting, side: str) -> str:
     return {"resident": "off", "again": "off", "budget": setting.budget, "all": "all"}[side]
 
@@ -433,7 +465,7 @@ def offload_of(setting: Setting, side: str) -> str:
 def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[dict[str, Any]]:
     trainings, found = [], hardware() if torch.cuda.is_available() else {}
     for side in sides:
-        nf4_patch.enable(experts="4bit", offload=offload_of(setting, side))
+        enable(setting, side)
         trainings.append(Training(with_lora(load(config_of(setting), device), setting), setting))
     return [
         {**dataclasses.asdict(setting), "side": side, "failed": "", **found, **times}
@@ -452,7 +484,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
         peak()
     if cuda and setting.cap:
         torch.cuda.set_per_process_memory_fraction(setting.cap * GIB / torch.cuda.mem_get_info()[1])
-    nf4_patch.enable(experts="4bit", offload=offload)
+    enable(setting, side)
     try:
         result["failed"] = "loading"
         begin = time.perf_counter()
@@ -461,6 +493,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
         result |= {"load_s": time.perf_counter() - begin, "peak_loading": peak()}
         result |= {"loaded": torch.cuda.memory_allocated() if cuda else 0}
         result |= {"in_host": sum(each.in_host for each in nf4_patch.status().offload.values())}
+        result |= {"experts": packed_experts(model)}
         result["failed"] = "adapters"
         model = with_lora(model, setting)
         result |= {"peak_adapters": peak(), "adapters_held": sum(each.nbytes for each in trained(model))}

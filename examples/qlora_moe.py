@@ -44,7 +44,7 @@ parser.add_argument(
 parser.add_argument(
     "--offload",
     metavar="SIZE",
-    help="keep at most this much of the packed experts on the GPU: 6GiB, or all for none of them; ignored on a CPU",
+    help="keep at most this much of the packed layers on the GPU: 6GiB, or all for none of them; ignored on a CPU",
 )
 parser.add_argument("--packed", metavar="FOLDER", help="save the packed model, for more training or a merge")
 parser.add_argument("--out", metavar="FOLDER", help="save the adapter; merge_adapter.py merges it into the weights")

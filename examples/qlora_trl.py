@@ -3,6 +3,7 @@
     python examples/qlora_trl.py                                 # a small random Llama, no network
     python examples/qlora_trl.py --model meta-llama/Llama-3.2-1B # a real one
     python examples/qlora_trl.py --recipe --tokens 512           # every switch of docs/recipes.md (pip install liger-kernel)
+    python examples/qlora_trl.py --model Qwen/Qwen3-32B --offload 4GiB  # most of the model waits in host memory
 """  # fmt: skip
 
 import argparse
@@ -25,6 +26,9 @@ parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument(
     "--recipe", action="store_true", help="set every switch that docs/recipes.md lists for a dense model"
 )
+parser.add_argument(
+    "--offload", metavar="SIZE", help='"all", or the GPU memory for packed weights, see docs/offload.md'
+)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -37,7 +41,7 @@ if args.recipe:
     if not torch.cuda.is_available():
         del switches["use_liger_kernel"]  # Liger's kernels need a GPU
 
-import nf4_patch; nf4_patch.enable(profile)  # fmt: skip  # the one line
+import nf4_patch; nf4_patch.enable(profile, offload=args.offload)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)

@@ -92,10 +92,10 @@ def enable(
             the default, loads experts in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
-        offload: "6GiB" lets 4-bit experts and their prefetch buffers take at most 6 GiB of memory on each GPU, in
-            models loaded from now on. The other experts wait in pinned host memory and are prefetched, with
-            bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the default, keeps all
-            experts on the GPU. This option needs ``experts="4bit"``.
+        offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB of
+            memory on each GPU, in models loaded from now on. The other layers wait in pinned host memory and are
+            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the
+            default, keeps all packed weights on the GPU.
         graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
             training with gradient checkpointing, and in generation with transformers' static cache. Results are
             bit-identical. "off", the default, runs the layers eagerly.

@@ -196,21 +196,23 @@ OFFLOADED = {"model": "Qwen3-30B-A3B", "rank": 16, "attention_only": False, "opt
 OFFLOAD = {
     "GPU, GB": "{card_gb:.0f}", "`offload=`": '`"{offload}"`', "step, ms": "{gpu_ms:.0f}",
     "kernels alone, ms": "{kernels_ms:.0f}", "bus alone, ms": "{bus_ms:.0f}",
-    "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}", "in host memory, GB": "{experts_gb:.1f}",
+    "peak loading, GB": "{loading_gb:.1f}", "peak training, GB": "{training_gb:.1f}", "in host memory, GB": "{host_gb:.1f}",
 }  # fmt: skip
 
 
 def offload(**where: Any) -> list[Record]:
     """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
 
-    ``dense_experts_gb`` is the size of the experts of ``in_host`` in 16 bits. Two thirds of it, ``gate_up_gb``, are ``gate_up_proj``.
+    ``dense_experts_gb`` is the size of all experts in 16 bits. Two thirds of it, ``gate_up_gb``, are ``gate_up_proj``.
     """
     return [
         run | {
             "dense_gb": 2 * BILLIONS[run["model"]], "packed_gb": (run["loaded"] + run["in_host"]) / 1e9,
-            "experts_gb": run["in_host"] / 1e9, "adapters_gb": run["adapters_held"] / 1e9,
+            "host_gb": run["in_host"] / 1e9, "adapters_gb": run["adapters_held"] / 1e9,
+            # rows without "experts" are older, and offloaded nothing else
+            "experts_gb": (packed := run.get("experts", run["in_host"])) / 1e9,
             "loading_gb": run["peak_loading"]["reserved"] / 1e9, "training_gb": run["peak"]["reserved"] / 1e9,
-            "dense_experts_gb": (dense := run["in_host"] / PACKED_BYTES * 2 / 1e9),
+            "dense_experts_gb": (dense := packed / PACKED_BYTES * 2 / 1e9),
             "gate_up_gb": (gate_up := dense * 2 / 3),
             "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
             # a cap leaves out half a GB, which CUDA itself takes
@@ -428,8 +430,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
-    "host-qwen": partial(figure, "{experts_gb:.1f} GB", offload="3GiB"),
-    "host-16-qwen": partial(figure, "{experts_gb:.1f} GB", offload="6GiB"),
+    "host-qwen": partial(figure, "{host_gb:.1f} GB", offload="3GiB"),
+    "host-16-qwen": partial(figure, "{host_gb:.1f} GB", offload="6GiB"),
     "dense-qwen": partial(figure, "{dense_gb:.0f} GB"),
     "experts-qwen": partial(figure, "{dense_experts_gb:.0f} GB"),
     "split-qwen": partial(figure, "{gate_up_gb:.0f} GB"),

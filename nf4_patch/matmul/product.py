@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.weight import LIMIT, PackedWeight
-from ..patching import guards
+from ..patching import dequantizer, guards
 from ..patching.context import PLAIN, is_jit_tracing, plain_methods, returns_tensors, watched
 from ..patching.counters import counters
 from ..patching.quant_state import weight_of
@@ -50,6 +50,10 @@ class FusedMatmul:
             out: the tensor for the result. If it is None, a new tensor is returned.
             adapter: adds scale * (x @ A.T) @ B.T. No kernel writes such a sum to ``out``.
         """
+        if dequantizer.prefetch.on:
+            found = dequantizer.prefetch.read(weight, lambda copy: self.run(x, copy, bias, out, adapter))
+            if found is not None:
+                return found
         if adapter is not None and not (lora_matmul.is_readable(adapter[0]) and lora_matmul.is_readable(adapter[1])):
             return Reason.LORA_OPERANDS
         launch: Any

@@ -1,1 +1,1 @@
-"""Packed experts in host memory, with prefetch to the GPU."""
+"""Packed weights in host memory, with prefetch to the GPU."""

@@ -1,4 +1,4 @@
-"""Pinned host memory for packed experts, mapped into the GPU's address space.
+"""Pinned host memory for packed weights, mapped into the GPU's address space.
 
 A tensor in it is still a CUDA tensor. Every operation works as before, only slower, because the GPU reads it over the bus.
 """
@@ -23,10 +23,8 @@ from ..patching.option import size_in_words
 
 SAME_ADDRESS = 91  # the number of the attribute CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-# Each tensor of a block starts at a multiple of ALIGNMENT bytes, as in PyTorch's allocator. A block has ROOM bytes more
-# than its tensors, because aligning up to 16 tensors may need these bytes.
-ALIGNMENT, ROOM = 256, 4096
-ADVICE = 'free host memory, or keep more experts on the GPU with a larger offload="...GiB"'
+ALIGNMENT = 256  # Each tensor of a block starts at a multiple of ALIGNMENT bytes, as in PyTorch's allocator.
+ADVICE = 'free host memory, or keep more weights on the GPU with a larger offload="...GiB"'
 
 
 class Cuda:
@@ -72,18 +70,20 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """Host memory of one module's packed stacks, which are prefetched as a whole.
+    """Pinned host memory of one decoder layer's packed weights, which are prefetched as a whole.
 
-    It is pinned when the first tensor is copied into it, and lives as long as any CUDA tensor in it.
+    It lives as long as any CUDA tensor in it. MemoryError: it cannot be allocated or pinned.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity, self.size = capacity, 0  # bytes planned, and bytes in use
-        # ``resident`` is for ``status()``: the bytes of the experts modules that stay on the GPU. These modules have no
-        # block, so one block of each GPU stores the number. In all other blocks it is 0.
+    def __init__(self, capacity: int, device: torch.device):
+        self.device, self.size = device, 0  # bytes in use
+        # ``resident`` is for ``status()``: the bytes of the layers that stay on the GPU. These layers have no block, so
+        # one block of each GPU stores the number. In all other blocks it is 0.
         self.resident = 0
-        self.host: Tensor | None = None  # uint8
-        self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
+        self.host = pinned(capacity, device)  # uint8
+        self.sizes = {self.host.data_ptr(): 0}  # bytes of each tensor, by address
+        weakref.finalize(self, forget, cuda, self.host, self.sizes, device, os.getpid()).atexit = False
+        blocks[self.host.data_ptr()] = weakref.ref(self)  # so that ``living`` finds a block that is still empty
         # Only the prefetcher writes ``fingerprints`` and ``after``. The keys of ``fingerprints`` are addresses of
         # packed bytes. A value is the fingerprint that the weight at this address had when it was last read.
         self.fingerprints: dict[int, Fingerprint] = {}
@@ -91,29 +91,8 @@ class HostBlock:
         # ``previous`` was read before it. The previous block tells a forward from a backward, which reads in reverse.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
-    def pinned(self, device: torch.device) -> Tensor:
-        """Allocate and pin the block's memory, or raise MemoryError."""
-        self.device, size = device, self.capacity + ROOM
-        try:
-            # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned
-            # memory would waste memory, because PyTorch rounds its size up to a power of two.
-            host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-            failure = cuda.register(host, device)
-        except OSError as error:
-            failure = str(error)
-        if failure:
-            raise MemoryError(
-                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts: {failure}. "
-                f"{size_in_words(sum(block.size for block in living()))} are pinned already. Raise the limit for pinned memory "
-                f"(ulimit -l; docker run --ulimit memlock=-1), {ADVICE}"
-            )
-        weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
-        return host
-
     def placed(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in the block, or ``tensor`` itself if there is no room."""
-        if self.host is None:
-            self.host = self.pinned(tensor.device)
         destination = self.host[self.size : self.size + tensor.nbytes]
         if destination.nbytes < tensor.nbytes:
             return tensor
@@ -126,9 +105,12 @@ class HostBlock:
         whole: Tensor = cuda.mapped(part, self.device)
         return whole.view(tensor.dtype).view(tensor.shape)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is one of this block's tensors, and not a slice of one."""
-        return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
+    def part(self, tensor: Tensor | None) -> slice | None:
+        """Return which bytes of ``host`` are this tensor, or None if it is none of the block's tensors, such as a slice of one."""
+        if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
+            return None
+        start = tensor.data_ptr() - self.host.data_ptr()
+        return slice(start, start + tensor.nbytes)
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
@@ -137,6 +119,24 @@ Reference = Callable[[], HostBlock | None]  # a weak reference
 blocks: dict[int, Reference] = {}
 # When the last host block of a GPU was freed, each of these functions is called with that GPU.
 on_last_block_freed: list[Callable[[torch.device], None]] = []
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Allocate and pin host memory, uint8 [size], or raise MemoryError."""
+    try:
+        # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned memory
+        # would waste memory, because PyTorch rounds its size up to a power of two.
+        host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        failure = cuda.register(host, device)
+    except OSError as error:
+        failure = str(error)
+    if failure:
+        raise MemoryError(
+            f"offload: {size_in_words(size)} of host memory could not be pinned for packed weights: {failure}. "
+            f"{size_in_words(sum(block.host.nbytes for block in living()))} are pinned already. Raise the limit for pinned memory "
+            f"(ulimit -l; docker run --ulimit memlock=-1), {ADVICE}"
+        )
+    return host
 
 
 def no_block() -> None:
@@ -150,7 +150,7 @@ def living() -> set[HostBlock]:
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
     """Remove a freed block's tensors from ``blocks``, and unpin its memory."""
     for address in sizes:
-        del blocks[address]
+        blocks.pop(address, None)
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
         if all(block.device != device for block in living()):

@@ -1,4 +1,4 @@
-"""The option ``offload="6GiB"``: packed experts take at most 6 GiB of each GPU, and the rest is kept in host memory."""
+"""The option ``offload="6GiB"``: packed weights take at most 6 GiB of each GPU, and the rest is kept in host memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..patching.option import Option, size_in_words
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """Part of ``status()`` for one GPU: the models with packed experts in host memory."""
+    """Part of ``status()`` for one GPU: the models with packed weights in host memory."""
 
-    resident: int = 0  # bytes of packed experts on the GPU, including the prefetch buffers
-    in_host: int = 0  # bytes of packed experts in host memory
-    fetches: int = 0  # copies of an experts module to the GPU
-    late: int = 0  # fetches without a prefetch: the copy started only when the experts were read
+    resident: int = 0  # bytes of packed weights of layers on the GPU, including the prefetch buffers
+    in_host: int = 0  # bytes of packed weights in host memory
+    fetches: int = 0  # copies of a layer to the GPU
+    late: int = 0  # fetches without a prefetch: the copy started only when the layer was read
 
     def __str__(self) -> str:
         resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
         return (
-            f"{in_host} of packed experts in host memory, {resident} on the GPU; {self.fetches} fetches, "
+            f"{in_host} of packed weights in host memory, {resident} on the GPU; {self.fetches} fetches, "
             f"{self.late} of them late"
         )
 
@@ -37,9 +37,9 @@ def lines(offload: dict[str, OffloadStatus]) -> list[str]:
 
 OFFLOAD = Option(
     "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
-    "Packed experts wait in host memory and are prefetched, with bit-identical results. A size limits the packed experts on each "
-    "GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded afterwards and "
-    "needs experts=4bit.",
+    "Packed weights of layers wait in host memory and are prefetched, with bit-identical results. A size limits the packed weights "
+    "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded "
+    "afterwards.",
     size=True, on="6GiB",
     report=report, lines=lines,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plan the memory of a model while it is loaded: which experts modules go to host memory, and which stay on the GPU."""
+"""Plan the memory of a model while it is loaded: which decoder layers go to host memory, and which stay on the GPU."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from ..patching.counters import warn_once
 from ..patching.option import ConfigError, size_in_words
 from ..patching.switch import switch
 from . import host_memory
-from .host_memory import ADVICE, HostBlock
+from .host_memory import ADVICE, ALIGNMENT, HostBlock
 
-gate = switch.gates["offload"]
 # The folder and the files of a memory cgroup of version 2 and of version 1
 CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-# For each model that is being loaded, ``plans`` has its host blocks by module path. If the memory of a block could not
-# be pinned, ``plans`` has an error message instead: transformers only logs an exception while it loads a model, so
-# ``blocks_of`` raises an error with this message when loading ends.
-plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
+Place = tuple[str, torch.device]  # a decoder layer, and the GPU of its weights
+# For each model that is being loaded, ``plans`` has its host blocks.
+plans: weakref.WeakKeyDictionary[Any, dict[Place, HostBlock]] = weakref.WeakKeyDictionary()
+
+
+def layer_of(full_name: str) -> str:
+    """Return the path of a parameter's decoder layer, such as "model.layers.3", or "" if the parameter is in none."""
+    parts = full_name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1])
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the bytes of a packed stack with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
+    """Return the bytes of a packed weight with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
@@ -65,28 +70,29 @@ def free_memory(root: Path = Path("/")) -> float:
     return max(found, 0)
 
 
-def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which experts modules go to host memory, and record their host blocks in ``plans``.
+def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
+    """Decide which decoder layers go to host memory, and record their host blocks in ``plans``.
 
     Args:
-        stacks: (full name, device, packed bytes) of each stack that will be packed.
+        weights: (full name, device, packed bytes) of each weight that will be packed.
 
     Raises:
         ConfigError: the size is too small for the two prefetch buffers.
-        MemoryError: the modules need more host memory than is free.
+        MemoryError: the layers need more host memory than is free or can be pinned.
     """
-    if not gate.on:
-        return
     planned: dict[torch.device, Counter[str]] = {}
-    for name, place, size in stacks:
-        if (device := torch.device(place)).type == host_memory.cuda.kind:
-            planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
-        else:
+    tensors: Counter[str] = Counter()
+    for name, place, size in weights:
+        layer, device = layer_of(name), torch.device(place)
+        if device.type != host_memory.cuda.kind:
             warn_once(
-                f"nf4_patch: offload is ignored for experts on the device {device}, because it moves experts to and from a GPU"
+                f"nf4_patch: offload is ignored for weights on the device {device}, because it moves weights to and from a GPU"
             )
-    chosen: dict[str, HostBlock] = {}
-    plans[model], budget, wanted = chosen, switch.value("offload"), 0
+        elif layer:
+            planned.setdefault(torch.empty(0, device=place).device, Counter())[layer] += size
+            tensors[layer] += 3  # packed, absmax and absmax2
+    chosen: list[list[tuple[Place, int]]] = []
+    budget, wanted, residents = switch.value("offload"), 0, []
     for device, sizes in planned.items():
         total, largest = sizes.total(), max(sizes.values())
         if isinstance(budget, int) and total <= budget:
@@ -94,44 +100,44 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         on_gpu = budget - 2 * largest if isinstance(budget, int) else 0
         if on_gpu < 0:
             raise ConfigError(
-                f"offload={size_in_words(int(budget))!r} is too small for the two prefetch buffers on {device}, which hold one "
-                f'experts module each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
+                f"offload={size_in_words(int(budget))!r} is too small for the two prefetch buffers on {device}, which hold the "
+                f'packed weights of one layer each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
             )
-        share, resident = 0, total
-        # Spread the modules that stay on the GPU evenly over the layers. While such a module computes, the copy of an
-        # offloaded module has time to finish.
-        for path, size in sizes.items():
+        share, resident, here = 0, total, list[tuple[Place, int]]()
+        # Spread the layers that stay on the GPU evenly. While such a layer computes, the copy of an offloaded layer has
+        # time to finish.
+        for layer, size in sizes.items():
             share += on_gpu * size
             if share >= total * size:
                 share -= total * size
             else:
-                block = chosen[path] = HostBlock(size)
+                here.append(((layer, device), size + tensors[layer] * ALIGNMENT))
                 resident -= size
-        block.resident, wanted = resident, wanted + total - resident
+        wanted += total - resident
+        chosen.append(here)
+        residents.append(resident)
     if wanted > (free := free_memory()):  # Without this error, Linux might kill the process silently.
         raise MemoryError(
             f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free (also counting the container's limit). "
             f"To go on, {ADVICE}"
         )
-
-
-def blocks_of(model: Any) -> dict[str, HostBlock]:
-    """Return the host blocks planned for a model, by module path. Raise MemoryError if a stack could not be moved there."""
-    planned = plans.get(model, {})
-    if isinstance(planned, str):
-        raise MemoryError(planned)
-    return planned
+    pinned: dict[Place, HostBlock] = {}
+    for here, resident in zip(chosen, residents, strict=True):
+        for place, size in here:
+            pinned[place] = block = HostBlock(size, place[1])
+        block.resident = resident
+    plans[model] = pinned
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """Return ``parameter``, moved to host memory with its absmax tensors if ``plan`` chose its module."""
-    block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
-    if block is None:
+    """Return ``parameter``, moved to host memory with its absmax tensors if ``plan`` chose its layer."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None or model not in plans:
         return parameter
-    for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
-        try:
+    block = plans[model].get((layer_of(full_name), parameter.device))
+    if block is not None:
+        for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[
+            : 3 if state.nested else 2
+        ]:
             setattr(owner, name, block.placed(getattr(owner, name)))
-        except MemoryError as error:
-            plans[model] = str(error)
-            raise
     return parameter

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.store import cache
 from ..nf4.weight import LIMIT, PackedWeight
+from ..patching import dequantizer
 from ..patching.context import watched
-from ..patching.dequantizer import Dequantizer
 from ..patching.locks import new_lock
-from ..patching.quant_state import new, weight_of
-from ..patching.reasons import Reason
+from ..patching.quant_state import new
 from ..patching.switch import switch
 from . import host_memory
 from .host_memory import Fingerprint, HostBlock, Reference, blocks, living, no_block
@@ -39,19 +37,26 @@ class Buffer:
         # For each weight, ``views`` has the buffer's views of the weight's packed, absmax and absmax2. A view is None
         # if the block does not hold the tensor. The key contains the block, because a later block may have the same
         # addresses.
-        self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
+        self.views: dict[tuple[Any, ...], list[Tensor | None]] = {}
 
-    def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
-        """Return this buffer's views of a weight's packed, absmax and absmax2, and store them in ``views``."""
-        assert self.memory is not None and block.host is not None
-        if len(self.views) >= LIMIT:
-            self.views.clear()
-        views = self.views[weakref.ref(block), fingerprint] = list[Tensor | None]([None] * 3)
-        for index, tensor in enumerate(weight[:3]):
-            if tensor is not None and block.holds(tensor):
-                start = tensor.data_ptr() - block.host.data_ptr()
-                views[index] = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return views
+    def copy_of(self, weight: PackedWeight, reference: Reference, block: HostBlock) -> PackedWeight:
+        """Return the weight with this buffer's copies of those tensors that the block holds."""
+        tensors: tuple[Tensor | None, ...] = weight[:3]
+        key = reference, weight[0].shape, *(None if each is None else each.data_ptr() for each in tensors)
+        views = self.views.get(key)
+        if views is None:
+            if len(self.views) >= LIMIT:
+                self.views.clear()
+            views = self.views[key] = [None] * 3
+            for index, tensor in enumerate(tensors):
+                part = block.part(tensor)
+                if tensor is not None and part is not None and self.memory is not None:
+                    views[index] = self.memory[part].view(tensor.dtype).view(tensor.shape)
+        packed, absmax, absmax2 = (
+            theirs if view is None else view for view, theirs in zip(views, tensors, strict=True)
+        )
+        copy: PackedWeight = new(PackedWeight, (packed, absmax, absmax2, *weight[3:]))
+        return copy
 
 
 class Prefetcher:
@@ -67,23 +72,28 @@ class Prefetcher:
         self.now: Reference = no_block
         self.fetches = self.late = 0
 
-    def decode(
+    def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Decode from the prefetch buffer, copying the host block now if no buffer holds it. Slices are read from host memory."""
+        """Return ``run(copy)`` for the weight's copy in a prefetch buffer, which is made now if there is none. None: a slice."""
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
+        address = fingerprint[0]
         with self.lock:
             if self.buffers[1].block is reference:
                 self.buffers.reverse()
             buffer = self.buffers[0]
-            if buffer.block is not reference or buffer.fingerprints.get(fingerprint[0]) != fingerprint:
-                if not block.holds(weight[0]):
-                    return run(weight)
-                block.fingerprints[fingerprint[0]] = fingerprint
-                if buffer.block is not reference:
-                    self.buffers.reverse()
-                    buffer = self.buffers[0]
+            if buffer.block is not reference:
+                if block.part(weight[0]) is None:
+                    return None
+                self.buffers.reverse()
+                buffer = self.buffers[0]
+                block.fingerprints[address] = fingerprint
                 self.fetch(buffer, block, ahead=False)
+            elif buffer.fingerprints.get(address) != fingerprint:
+                if block.part(weight[0]) is None:
+                    return None
+                self.refresh(buffer, weight, block)
+                block.fingerprints[address] = buffer.fingerprints[address] = fingerprint
             if reference is not self.now:  # Start the prefetch before ``wait_event``, so that the copy starts at once.
                 following = self.following(block)
                 if following is not None and self.buffers[1].block is not weakref.ref(following):
@@ -93,11 +103,7 @@ class Prefetcher:
                 stream = host_memory.cuda.current_stream(self.device)
                 stream.wait_event(buffer.arrived)
                 buffer.streams[handle] = stream
-            packed, absmax, absmax2 = buffer.views.get((reference, fingerprint)) or buffer.viewed(
-                weight, fingerprint, block
-            )
-            absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
-            return run(new(PackedWeight, (packed, absmax, absmax2, *weight[3:])))
+            return run(buffer.copy_of(weight, reference, block))
 
     def following(self, block: HostBlock) -> HostBlock | None:
         """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
@@ -112,11 +118,10 @@ class Prefetcher:
         """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: nobody waits for it yet."""
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
-        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``decode`` then copies the block
+        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``read`` then copies the weight
         # again.
         if not ahead:
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
-        assert block.host is not None
         with host_memory.cuda.running_on(self.stream):
             if buffer.memory is None or buffer.memory.nbytes < block.size:
                 self.free(buffer)
@@ -128,9 +133,24 @@ class Prefetcher:
         self.fetches += 1
         self.late += not ahead
 
+    def refresh(self, buffer: Buffer, weight: PackedWeight, block: HostBlock) -> None:
+        """Copy one weight of the buffer's block again, because it was written, or read for the first time."""
+        buffer.fingerprints.pop(weight[0].data_ptr(), None)
+        self.wait(buffer)
+        self.stream.wait_stream(host_memory.cuda.current_stream(self.device))  # which may have written the weight
+        assert buffer.memory is not None
+        with host_memory.cuda.running_on(self.stream):
+            for tensor in weight[:3]:
+                if (part := block.part(tensor)) is not None:
+                    host_memory.cuda.copy(buffer.memory[part], block.host[part])
+        buffer.arrived.record(self.stream)
+
     def empty(self, buffer: Buffer) -> None:
         """Mark the buffer as empty, and let the copy stream wait for its reads."""
         buffer.block = None
+        self.wait(buffer)
+
+    def wait(self, buffer: Buffer) -> None:
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
         buffer.streams = {}
@@ -148,50 +168,38 @@ class Prefetcher:
 prefetchers: dict[torch.device, Prefetcher] = {}
 
 
-class OffloadedDequantizer(Dequantizer):
-    """A Dequantizer that decodes a weight in host memory from its copy in a prefetch buffer."""
+class Prefetch(dequantizer.Prefetch):
+    """The prefetch for all Dequantizers and fused matmuls of the process."""
 
-    def of_state(
-        self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
-    ) -> Tensor | Reason:
-        if gate.on and out is None and not into_buffer:
-            return prefetched(super().of_state, self.run, packed, state, only_read)
-        return super().of_state(packed, state, out, into_buffer, only_read)
-
-
-def prefetched(
-    of_state: Callable[..., Tensor | Reason], run: Callable[[PackedWeight], Any],
-    packed: Tensor, state: Any, only_read: bool,
-) -> Tensor | Reason:  # fmt: skip
-    """Decode a packed weight, as ``of_state`` does, but faster for a weight in host memory.
-
-    If the weight cache has its dense weight, return that. Otherwise decode the weight's copy in a prefetch buffer.
-    """
-    block = None if watched() is not None else blocks.get(packed.data_ptr(), no_block)()
-    weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
-    fingerprint = None if type(weight) is Reason else fingerprint_of(weight)
-    if block is None or fingerprint is None or host_memory.cuda.is_captured(packed.get_device()):
-        return of_state(packed, state, only_read=only_read)
-    prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
-
-    def decode(weight: PackedWeight) -> Tensor | Reason:
-        result: Tensor | Reason = prefetcher.decode(weight, fingerprint, block, run)
-        return result
-
-    found = cache.read(weight, decode) if only_read and cache.on else None
-    return decode(weight) if found is None else found
+    def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Any]) -> Any:
+        """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight has to be read where it is."""
+        try:
+            block = blocks.get(weight[0].data_ptr(), no_block)()
+        except (AttributeError, RuntimeError):  # the guards then name the Reason
+            return None
+        if block is None or weight[0].requires_grad or watched() is not None:
+            return None
+        fingerprint = fingerprint_of(weight)
+        if fingerprint is None or host_memory.cuda.is_captured(weight[0].get_device()):
+            return None
+        prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
+        return prefetcher.read(weight, fingerprint, block, run)
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes at every write. None: an inference tensor has no version counter."""
+    """Return a fingerprint that changes at every write.
+
+    None: an inference tensor has no version counter, and ``parameter.data`` has one of its own.
+    """
     packed, absmax, absmax2, *_ = weight
+    if not isinstance(weight.owner(), torch.nn.Parameter):
+        return None
     try:
         fingerprint: Fingerprint = (
-            packed.data_ptr(), id(packed), packed._version, packed.shape,
-            absmax.data_ptr(), id(absmax), absmax._version, absmax.shape,
+            packed.data_ptr(), id(weight.owner()), packed._version, absmax.data_ptr(), id(absmax), absmax._version,
         )  # fmt: skip
         if absmax2 is not None:
-            fingerprint += absmax2.data_ptr(), id(absmax2), absmax2._version, absmax2.shape
+            fingerprint += absmax2.data_ptr(), id(absmax2), absmax2._version
     except RuntimeError:  # an inference tensor
         return None
     return fingerprint
@@ -218,10 +226,12 @@ def free_buffers(device: torch.device) -> None:
 
 def follow(_config: Any) -> None:
     """Free all prefetch buffers if ``offload`` is off. ``switch`` calls this at every change of the configuration."""
+    dequantizer.prefetch.on = gate.on
     if not gate.on:
         for prefetcher in prefetchers.values():
             prefetcher.clear()
 
 
 host_memory.on_last_block_freed.append(free_buffers)
+dequantizer.prefetch = Prefetch()
 switch.follow(follow)

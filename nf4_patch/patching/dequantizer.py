@@ -67,6 +67,18 @@ class Reader:
 reader = Reader()
 
 
+class Prefetch:
+    """Interface of the prefetch of weights in host memory. This base class copies nothing. offload/prefetch.py replaces it."""
+
+    on = False  # ``read`` is called only while this is True.
+
+    def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
+        """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight is not in host memory."""
+
+
+prefetch = Prefetch()
+
+
 class Dequantizer:
     """Dequantize weights for one target (a replaced library function), and count its hits.
 
@@ -152,6 +164,10 @@ class Dequantizer:
             return self.dispatch(weight, out) if watcher is Reason.DISPATCH_MODE else watcher
         if only_read and reader.on and out is None:
             found = reader.read(weight, self.run)
+            if found is not None:
+                return found
+        if prefetch.on:
+            found = prefetch.read(weight, lambda copy: self.run(copy, out, into_buffer))
             if found is not None:
                 return found
         launch: Any

@@ -115,12 +115,15 @@ def wrapped(text: str) -> str:
 @main.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too, which takes 8 s, instead of judging by its release.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every target, replaced or not, and every kernel.")
+@click.option(
+    "--offload", metavar="MODEL", default="", help="Also say what offload= a model needs, by its name or folder."
+)
 @click.pass_obj
-def doctor(tell: Progress, unsloth: bool, verbose: bool) -> Report:
+def doctor(tell: Progress, unsloth: bool, verbose: bool, offload: str) -> Report:
     """Check whether training on this machine would get faster, what to type for it, and if not, why."""
     from . import doctor
 
-    return doctor.examine(unsloth, tell, verbose)
+    return doctor.examine(unsloth, tell, verbose, offload)
 
 
 @main.command()

@@ -34,6 +34,7 @@ from ..patching.targets import TARGETS
 from ..snapshot import TargetStatus
 from ..version import holds, release_of
 from . import advice
+from .offload import lines as offload_lines
 from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
 TAKE_FP16 = (
@@ -93,6 +94,7 @@ class DoctorReport(Report):
     lines: dict[str, str] = field(default_factory=dict)  # the line to type, by what it is for
     verbose: bool = False  # show every target and kernel
     cpu: str = ""  # the fault of bitsandbytes on this CPU
+    offload: tuple[str, ...] = ()  # what to type for the model that was named
 
     def problems(self) -> list[str]:
         """Return the reasons why calls would run the original."""
@@ -128,6 +130,7 @@ class DoctorReport(Report):
             yield "What to type:"
             yield from (f"  {who + ':':25}{line}" for who, line in self.lines.items())
         yield ""
+        yield from self.offload
         for gpu in self.gpus:
             yield from gpu.lines(self.verbose)
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
@@ -153,11 +156,12 @@ class DoctorReport(Report):
         yield from (f"  {count} {kind}" for kind, count in rest.items())
 
 
-def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False) -> DoctorReport:
+def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False, offload: str = "") -> DoctorReport:
     """Examine the machine: compile the kernels, and enable the patch for a moment to look at the targets.
 
     Args:
         unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only its release is checked.
+        offload: a model's name or folder, for which the report says which ``offload=`` it needs.
 
     Raises:
         ConfigError: an NF4_* variable has an unknown value.
@@ -172,7 +176,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
-        fault_on_the_cpu(),
+        fault_on_the_cpu(), tuple(offload_lines(offload, [(each.index, int(each.gibibytes * 2**30)) for each in gpus]) if offload else ()),
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_what_a_mixture_takes_as_its_example_says():
 @pytest.mark.parametrize(
     ("script", "option"),
     [
-        ("qlora_trl.py", "profile"),
+        ("qlora_trl.py", "profile, offload=args.offload"),
         ("qlora_unsloth.py", "profile"),
         ("grpo_trl.py", "matmul=args.matmul, graphs=args.graphs"),
     ],

@@ -1,4 +1,4 @@
-"""CUDA as the offload of packed experts sees it, in plain CPU tensors: a copy stream that runs only when it is waited for."""
+"""CUDA as the offload of packed weights sees it, in plain CPU tensors: a copy stream that runs only when it is waited for."""
 
 from __future__ import annotations
 

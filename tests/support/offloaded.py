@@ -1,17 +1,20 @@
-"""Tiny mixtures whose packed experts wait in host memory: loaded, trained and read."""
+"""Tiny models whose packed weights wait in host memory: loaded, trained and read."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import bitsandbytes
 import tiny_experts
 import torch
-from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
+import transformers
+from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded, with_lora
 
 import nf4_patch
 from nf4_patch.libraries.bitsandbytes.stacks import stacks_of
-from nf4_patch.offload import host_memory
-from nf4_patch.offload.prefetch import OffloadedDequantizer
+from nf4_patch.offload import host_memory, planning
+from nf4_patch.patching.dequantizer import Dequantizer
 
 
 def model_of(folder: Any, where: str | int = "all", nested: bool = True, **options: Any) -> Any:
@@ -37,17 +40,40 @@ def in_host(model: Any) -> dict[tuple[int, str], Any]:
     }
 
 
+def packed_of(model: Any) -> dict[str, tuple[Any, Any]]:
+    """The packed weights in layers, (bytes, QuantState), by full name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            found[f"{name}.weight"] = module.weight, module.weight.quant_state
+        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            found[f"{name}.original"] = module.original, module[0].quant_state
+    return {name: each for name, each in found.items() if planning.layer_of(name)}
+
+
+def all_in_host(model: Any) -> bool:
+    """Whether every packed weight is, with its absmax."""
+    return all(
+        tensor.data_ptr() in host_memory.blocks for each in packed_of(model).values() for tensor in tensors_of(*each)
+    )
+
+
+def none_in_host(model: Any) -> bool:
+    return not any(
+        tensor.data_ptr() in host_memory.blocks for each in packed_of(model).values() for tensor in tensors_of(*each)
+    )
+
+
 def sizes_of(model: Any) -> list[int]:
-    """Packed bytes of each experts module."""
-    return [
-        sum(t.nbytes for name in STACKS for t in tensors_of(module.parametrizations[name]))
-        for module in experts_of(model)
-    ]
+    """Packed bytes of each layer."""
+    sizes: Counter[str] = Counter()
+    for name, each in packed_of(model).items():
+        sizes[planning.layer_of(name)] += sum(tensor.nbytes for tensor in tensors_of(*each))
+    return list(sizes.values())
 
 
-def tensors_of(chain: Any) -> tuple[torch.Tensor, ...]:
-    state = chain[0].quant_state
-    return chain.original, state.absmax, *([state.state2.absmax] if state.nested else [])
+def tensors_of(packed: Any, state: Any) -> tuple[torch.Tensor, ...]:
+    return packed, state.absmax, *([state.state2.absmax] if state.nested else [])
 
 
 def train(
@@ -81,7 +107,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def dense(module: Any, name: str = STACKS[0], only_read: bool = False) -> torch.Tensor:
-    return stacks_of(module, OffloadedDequantizer("test"), only_read)[name].dense()
+    return stacks_of(module, Dequantizer("test"), only_read)[name].dense()
 
 
 def counts() -> Any:
@@ -102,3 +128,32 @@ def check_merging(resident: Any, model: Any, logits: Any) -> None:
         each.unmerge_adapter()
     assert torch.equal(logits(model), logits(resident))
     assert all(in_host(model).values())
+
+
+# --- dense models ---
+
+
+def dense_model(layers: int, device: str = "cpu", **changes: Any) -> Any:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def load_dense(folder: Any, **options: Any) -> Any:
+    places = {key: options.pop(key) for key in ("device_map",) if key in options}
+    if tiny_experts.DEVICE.type == "cuda":
+        places.setdefault("device_map", {"": tiny_experts.DEVICE})
+    config = in_4bit(**options)
+    return loaded(folder, attn_implementation="eager", quantization_config=config, **places)
+
+
+def with_lora_on_all(model: Any, **changes: Any) -> Any:
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return with_lora(model, target_modules=names, target_parameters=None, **changes)

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark"),
 ]
-SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer="adamw", bits=3, steps=2)
+SETTING = benchmark.Setting("tiny", tokens=48, budget="96KiB", rank=8, optimizer="adamw", bits=3, steps=2)
 
 
 @pytest.fixture
@@ -61,9 +61,21 @@ def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
     # forward and back; the layers at the turns are still there
     unit = runs["all"]["in_host"] // 4
     assert 0 < runs["budget"]["in_host"] < runs["all"]["in_host"]
+    assert 0 < runs["all"]["experts"] == resident["experts"] < runs["all"]["in_host"]  # linear layers are packed too
     assert runs["all"]["fetches"] in (4, 5, 6) and runs["all"]["fetched"] == runs["all"]["fetches"] * unit
     assert runs["all"]["late"] == 0
     assert "bit-identical to resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
+
+
+def test_a_dense_model(gpu, patched):
+    setting = dataclasses.replace(SETTING, model="tiny dense", budget="60KiB", bits=2)
+    runs = [benchmark.measured(setting, side, "cpu") for side in ("resident", "budget", "all")]
+    assert [run["failed"] for run in runs] == [""] * 3 and 0 == runs[0]["in_host"] < runs[1]["in_host"] < runs[2][
+        "in_host"
+    ]
+    assert all(run[field] == runs[0][field] for run in runs for field in ("losses", "gradients", "adapters"))
+    assert benchmark.lora_options(setting)["target_modules"] == list(benchmark.models.LINEARS)
+    assert runs[2]["late"] == 0 < runs[2]["fetches"]
 
 
 def test_sides_in_turns(gpu, four_layers, patched):

@@ -41,8 +41,8 @@ LIBRARY = Library(
             Target(
                 f"{LINEAR}.{name}", ">= 0.17", TESTED,
                 (parameters,), f".libraries.peft.merge:{name}",
-                f'{covers} 4-bit linear layers, with enable(merge="reversible") only',
-                option="merge", uncounted="no weight is dequantized by it",
+                f'{covers} 4-bit linear layers, with enable(merge="reversible") or enable(offload=...) only',
+                option="merge", or_option="offload", uncounted="no weight is dequantized by it",
             )
             for name, parameters, covers in (
                 ("merge", ("self", "safe_merge", "adapter_names"), "merging adapters into"),

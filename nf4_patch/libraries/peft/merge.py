@@ -7,8 +7,9 @@ into the same tensors. So CUDA graphs and cached weights stay valid.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from ...patching.counters import warn_once
 from ...patching.replacement import Function, around
+from ...patching.switch import switch
 
+gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
 
 
@@ -99,25 +102,38 @@ def unmerged(layer: Any) -> Unmerged | None:
 
 @around
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``Linear4bit.merge``: keep the packed bytes, and move the merged ones to where the packed ones were."""
+    """Replace ``Linear4bit.merge``: keep the packed bytes, and move the merged ones to where the packed ones were.
+
+    With ``offload`` alone, only move the bytes. Otherwise peft would leave each merged layer on the GPU.
+    """
     base = self.get_base_layer()
-    before, parts, saved = base.weight, Parts.of(base.weight), unmerged(self)
-    attributes = dict(vars(before))
-    if parts is not None and not self.merged_adapters:
+    parts, saved = Parts.of(base.weight), unmerged(self)
+    if parts is not None and not self.merged_adapters and gate.on:
         with torch.inference_mode(False), torch.no_grad():
-            saved = saved or Unmerged(before, parts)
+            saved = saved or Unmerged(base.weight, parts)
             saved.bias = base.bias.clone() if any(self.lora_bias.values()) else None
     vars(self)[NAME] = saved
-    try:
+    with in_place(self, saved):
         original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
+    """While peft quantizes a layer again, keep the tensors of its weight."""
+    base = layer.get_base_layer()
+    before = base.weight
+    attributes = dict(vars(before))
+    try:
+        yield
     finally:  # one of several adapters may be broken, after peft has merged those before it
         vars(before).clear()
         vars(before).update(attributes)  # peft has marked the weight as not quantized
-        if saved is not None and base.weight is not before and not put_back(base, before, saved):
-            del vars(self)[NAME]
+        is_moved = base.weight is not before and (saved is not None or offload_gate.on)
+        if is_moved and not put_back(base, before, saved):
+            vars(layer).pop(NAME, None)
 
 
-def put_back(base: Any, before: Any, saved: Unmerged) -> bool:
+def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
     """Copy the merged bytes into the tensors of the weight ``before``, and give this weight back to the layer.
 
     Return False if they do not fit.
@@ -127,7 +143,10 @@ def put_back(base: Any, before: Any, saved: Unmerged) -> bool:
         return False
     with torch.inference_mode(False), torch.no_grad():
         into.copy_(merged)
-    saved.mark(before)
+    if saved is None:
+        before.quant_state.dtype = base.weight.quant_state.dtype  # that of the sum, as peft leaves it
+    else:
+        saved.mark(before)
     base.quant_state = before.quant_state
     base.weight = before  # last, so that an interrupt leaves the merged weight
     return True
@@ -143,11 +162,13 @@ def unmerge(original: Function, self: Any) -> None:
     parts = Parts.of(base.weight)
     if saved is None or parts is None:
         vars(self).pop(NAME, None)
-        warn_once(
-            'nf4_patch: merge="reversible" cannot restore a linear layer, because its adapters were merged before the option was '
-            "switched on, or other code changed the merged weight. peft quantizes the layer again"
-        )
-        original(self)
+        if gate.on:
+            warn_once(
+                'nf4_patch: merge="reversible" cannot restore a linear layer, because its adapters were merged before the option was '
+                "switched on, or other code changed the merged weight. peft quantizes the layer again"
+            )
+        with in_place(self, None):
+            original(self)
         return
     with torch.inference_mode(False), torch.no_grad():
         parts.copy_(saved.bytes)

@@ -19,9 +19,9 @@ from ...moe.active import Wrapper, active_wrappers
 from ...moe.forward import forward, trait
 from ...moe.product import is_kept_packed
 from ...moe.read import PackedExperts
-from ...offload.prefetch import OffloadedDequantizer
 from ...patching.context import function_mode_active
 from ...patching.counters import warn_once
+from ...patching.dequantizer import Dequantizer
 from ...patching.originals import is_own
 from ...patching.placement import is_ours
 from ...patching.reasons import Reason
@@ -78,7 +78,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     Args:
         whole: the original multiplies by all experts' weights, and only reads them. False: it copies each row's weight.
     """
-    dequantizer = OffloadedDequantizer(target.name)
+    dequantizer = Dequantizer(target.name)
 
     def attempt(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         wrappers = active_wrappers.of(self)

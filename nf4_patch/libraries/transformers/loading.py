@@ -29,6 +29,7 @@ from ..bitsandbytes import FIELDS, PARAMETRIZE, STATE
 from ..bitsandbytes.stacks import functions, is_managed, packed_chains
 from . import TESTED_LOADING
 from .experts import Loads
+from .offload import planned
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
@@ -156,15 +157,10 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
             # Empty the cache of the CUDA allocator before and after packing.
             # Otherwise small tensors would fragment the memory that the next dense stack needs.
             empty_cache(value)
-            value = planning.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
+            value = quantize_stack(value, self.hf_quantizer.quantization_config)
             empty_cache(value)
         converted[name] = value
     return converted
-
-
-@around
-def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
-    """Replace ``caching_allocator_warmup``, which would reserve GPU memory for offloaded experts too."""
 
 
 @dataclass(frozen=True)
@@ -203,33 +199,29 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
             f"{len(saved) - 1} more). To load them, call {ENABLE} first, or set NF4_PATCH_EXPERTS=4bit"
         )
-    if stacks and not on and planning.gate.on:
-        raise ValueError(
-            f"offload is on, but experts is off, so no experts would be packed or offloaded. Call {ENABLE} too"
-        )
-    if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
+    if not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
-    devices = device_of_stacks(model, load_config)
-    nested = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
-    packed_sizes = (
-        (name, place, planning.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
-        for name, place in devices.items()
-        if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
-    )
-    planning.plan(model, packed_sizes)
-    state_dict, packed = dict(state_dict), {}
-    for name, parts in saved.items():
-        read = functools.partial(read_packed, state_dict, device=devices[name])
-        packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
-        packed[name].quant_state.dtype = stacks[name].dtype  # The stack decodes to the dtype of the dense parameter.
-        packed[name] = planning.placed(model, name, packed[name])
-    for blocks in [key for key in state_dict if key.endswith("_blocks")]:
-        key = blocks.removesuffix("_blocks")
-        if (name := where(key)[0]) in devices:
-            state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
-    own_names = [name for name, _ in model.named_parameters()]
-    info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
-    planning.blocks_of(model)
+    if stacks and not on and switch.gates["offload"].on:
+        logger.warning(
+            "nf4_patch: offload moves only packed weights. The experts stay in 16 bits on the GPU without %s", ENABLE
+        )
+    devices = device_of_stacks(model, load_config) if on else {}
+    double = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
+    with planned(model, load_config, {name: double and parts.keys() <= {WHOLE} for name, parts in saved.items()}):
+        if not on:
+            return original(model, state_dict, load_config, disk_offload_index)
+        state_dict, packed = dict(state_dict), {}
+        for name, parts in saved.items():
+            read = functools.partial(read_packed, state_dict, device=devices[name])
+            packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
+            packed[name].quant_state.dtype = stacks[name].dtype  # The stack decodes to the dtype of the parameter.
+            packed[name] = planning.placed(model, name, packed[name])
+        for blocks in [key for key in state_dict if key.endswith("_blocks")]:
+            key = blocks.removesuffix("_blocks")
+            if (name := where(key)[0]) in devices:
+                state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
+        own_names = [name for name, _ in model.named_parameters()]
+        info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)
@@ -378,7 +370,6 @@ def finish(original, self, model, **kwargs) -> Any:
             if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
                 left.append(full_name)
                 parameter = quantize_stack(parameter.detach(), self.quantization_config)
-                parameter = planning.placed(model, full_name, parameter)
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
@@ -389,7 +380,6 @@ def finish(original, self, model, **kwargs) -> Any:
         for name, parameter in module._parameters.items() if "Expert" in kind else ():
             if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
                 dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
-    planning.plans.pop(model, None)
     if left:
         said = f"{len(left)} stacks of experts were packed only after loading, and took 16 bits per weight until then"
         logger.warning("nf4_patch: %s: %s", said, ", ".join(left))

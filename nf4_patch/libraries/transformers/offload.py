@@ -1,0 +1,77 @@
+"""Replacements for transformers' loading, so that each packed weight leaves the GPU before the next one comes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...offload import planning, prefetch
+from ...offload.option import OFFLOAD
+from ...patching.placement import installed
+from ...patching.replacement import Function, around
+from . import TESTED_LOADING
+
+# Without this variable, transformers reads a packed checkpoint in threads, which would fill the GPU with it.
+IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@around
+def warm_up(original: Function, model: Any, expanded_device_map: Any, hf_quantizer: Any) -> None:
+    """Replace ``caching_allocator_warmup``, which would reserve GPU memory for offloaded weights too."""
+
+
+@around
+def put(original: Function, model: Any, target_name: str, param_value: Any, *others: Any, **kwargs: Any) -> None:
+    """Replace ``set_param_for_module``, which gets each weight once it is packed. Move the weight to host memory."""
+    original(model, target_name, planning.placed(model, target_name, param_value), *others, **kwargs)
+    if getattr(param_value, "quant_state", None) is not None and param_value.is_cuda and model in planning.plans:
+        # Otherwise small tensors would fragment the memory that the next dense weight needs.
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterator[None]:
+    """While a checkpoint is read into ``model``, move packed weights to host memory if ``offload`` is on.
+
+    Args:
+        nested: whether each weight that the checkpoint holds packed is nested. The quantization config decides for others.
+
+    Raises:
+        RuntimeError: nf4_patch cannot replace what it has to in this release of transformers.
+        ValueError: a device mesh shards the weights.
+    """
+    from transformers.integrations.accelerate import get_device
+
+    if not prefetch.gate.on:
+        yield
+        return
+    if missing := [row.name for row in OFFLOAD.targets if row.name not in installed or installed[row.name].refusal]:
+        raise RuntimeError(
+            f"offload cannot replace {', '.join(missing)} of this release of transformers. Install transformers "
+            f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
+        )
+    quantizer, places = load_config.hf_quantizer, load_config.device_map or {"": "cpu"}
+    usual = quantizer.quantization_config.bnb_4bit_use_double_quant
+    weights = [
+        (name, get_device(places, name), planning.packed_size(parameter.numel(), nested.get(name, usual)))
+        for name, parameter in model.named_parameters()
+        if name in nested or quantizer.param_needs_quantization(model, name)
+    ]
+    if load_config.device_mesh is not None:
+        raise ValueError(
+            "offload holds whole weights, and not those of tensor or expert parallelism. Use one of the two"
+        )
+    before = os.environ.get(IN_ORDER)
+    try:
+        planning.plan(model, weights)
+        os.environ[IN_ORDER] = "1"
+        yield
+    finally:
+        planning.plans.pop(model, None)
+        os.environ.pop(IN_ORDER, None)
+        if before is not None:
+            os.environ[IN_ORDER] = before

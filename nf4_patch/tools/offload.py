@@ -1,0 +1,100 @@
+"""The line to type for a model that may be larger than the GPU: ``nf4-patch doctor --offload MODEL``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..offload import planning
+from .advice import EXPERTS, FAST
+
+RANK, TOKENS = 16, 2048  # of the training that is estimated
+TRAINED = 6  # bytes per trained weight: in bf16 with its gradient, and two moments of 8 bits
+GB, GIB = 10**9, 2**30
+MARGIN = 1.3  # The measured peaks of mixtures were up to 1.3 times the sum below (H200, docs/offload.md).
+CUDA_BYTES = GB // 2  # memory that a process takes on a GPU outside of PyTorch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model in training, estimated from its configuration."""
+
+    layers: Counter[str]  # packed weights of each layer
+    others: int  # everything else that a step needs on the GPU
+    is_mixture: bool
+
+    def line(self, gpu: int) -> tuple[str, int]:
+        """Return the value of ``offload`` for a GPU with this many bytes, and the host memory that it takes.
+
+        The value is "" if the GPU is too small.
+        """
+        packed, buffers = self.layers.total(), 2 * max(self.layers.values(), default=0)
+        room = gpu - CUDA_BYTES - self.others
+        if room >= packed:
+            return "off", 0
+        if room < buffers:
+            return "", packed
+        budget = room // (GIB // 2) * (GIB // 2)
+        if budget <= buffers:
+            return "all", packed
+        return f"{budget / GIB:g}GiB", packed + buffers - budget
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Return the sizes of a model on the meta device."""
+    layers: Counter[str] = Counter()
+    linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    rest, largest, mixture = 0, 0, False
+    features: Counter[str] = Counter()
+    trained = 0
+    dense: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        layer, stack = planning.layer_of(name), parameter.dim() == 3 and not name.endswith("bias")
+        if not layer or not (name in linear or stack):
+            rest += 2 * parameter.numel()
+            continue
+        layers[layer] += planning.packed_size(parameter.numel(), True)
+        trained += RANK * (parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2])
+        if stack:
+            mixture = True
+            dense[layer] += 2 * parameter.numel()
+        else:
+            features[layer] += sum(parameter.shape)
+            largest = max(largest, parameter.numel())
+    hidden = model.config.get_text_config().hidden_size
+    inputs = len(layers) * TOKENS * hidden * 2
+    activations = 3 * TOKENS * max(features.values(), default=0) + 4 * largest + max(dense.values(), default=0)
+    return Sizes(layers, int(MARGIN * (rest + TRAINED * trained + inputs + activations)), mixture)
+
+
+def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
+    """Say what to type for a model, given as a name or a folder.
+
+    Args:
+        gpus: index and bytes of each GPU.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        sizes = sizes_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    yield (
+        f"{name}: {sizes.layers.total() / GB:.1f} GB of packed weights in {len(sizes.layers)} layers, and about "
+        f"{sizes.others / GB:.1f} GB for all else in a step of {TOKENS:,} tokens, with LoRA r = {RANK} on all linear layers, 8-bit "
+        "AdamW, gradient checkpointing and Liger's loss (an estimate)"
+    )
+    line = EXPERTS if sizes.is_mixture else FAST.removesuffix(")")
+    for index, size in gpus:
+        offload, host = sizes.line(size)
+        if not offload:
+            yield f'  GPU {index}: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers'
+            continue
+        options = "" if offload == "off" else f', cache="off", offload="{offload}"'
+        yield (
+            f'  GPU {index}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
+            f"{host / GB:.1f} GB of host memory, of which {planning.free_memory() / GB:.1f} GB are free"
+        )

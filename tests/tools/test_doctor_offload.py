@@ -1,0 +1,45 @@
+"""nf4-patch doctor --offload MODEL: the sizes of the model, and the line that it prints for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from offloaded import dense_model, load_dense, packed_of, tensors_of
+from tiny_experts import random_model, saved
+
+from nf4_patch.offload import planning
+from nf4_patch.patching.option import size_of
+from nf4_patch.tools import offload as module
+
+GB = 10**9
+
+
+def test_packed_sizes_are_those_of_the_loaded_model(tmp_path):
+    saved(dense_model(3), tmp_path)
+    loaded = load_dense(tmp_path, llm_int8_skip_modules=["lm_head"])
+    with torch.device("meta"):
+        sizes = module.sizes_of(dense_model(3, "meta"))
+    held = sum(tensor.nbytes for each in packed_of(loaded).values() for tensor in tensors_of(*each))
+    assert sizes.layers.total() == held and len(sizes.layers) == 3 and not sizes.is_mixture
+
+
+@pytest.mark.parametrize(("gpu", "offload"), [(3, ""), (4, "all"), (7, "4.5GiB"), (11, "8GiB"), (12, "off")])
+def test_the_line_for_a_gpu(gpu, offload):
+    """Ten layers of 1 GB, and 1.4 GB of all else."""
+    sizes = module.Sizes(module.Counter({f"layers.{n}": GB for n in range(10)}), int(1.4 * GB), False)
+    found, host = sizes.line(gpu * GB)
+    assert found == offload
+    if size := size_of(offload):
+        assert 2 * GB < size <= gpu * GB - module.CUDA_BYTES - sizes.others and host == 12 * GB - size
+
+
+def test_what_doctor_says(tmp_path, monkeypatch):
+    random_model("qwen3").config.save_pretrained(tmp_path)
+    monkeypatch.setattr(planning, "free_memory", lambda: 5 * GB)
+    monkeypatch.setattr(module, "CUDA_BYTES", 0)
+    first, *others = module.lines(str(tmp_path), [(0, 10 * GB), (1, 10)])
+    assert "GB of packed weights in 2 layers" in first and "(an estimate)" in first
+    assert others == [
+        '  GPU 0: nf4_patch.enable("fast", experts="4bit"), device_map={"": 0}; 0.0 GB of host memory, of which 5.0 GB are free',
+        '  GPU 1: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers',
+    ]
