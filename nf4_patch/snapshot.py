@@ -69,7 +69,7 @@ class Status:
     enabled: bool
     targets: tuple[TargetStatus, ...]  # includes functions of this package that were called, such as ``dequantize_nf4``
     shapes: tuple[WeightStatus, ...] = ()
-    errors: tuple[str, ...] = ()  # full messages of kernel failures
+    errors: tuple[str, ...] = ()  # full messages of kernel failures, and details of other Reasons
     cache: CacheStatus = field(default_factory=CacheStatus)
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
@@ -116,7 +116,10 @@ class Status:
         if self.enabled and not called:
             patched = sum(target.state.was_patched for target in self.targets)
             lines.append(f"  nothing was called yet; {patched} functions are replaced{waiting(self.targets)}")
-        lines += [f"  error: {error}" for error in self.errors]
+        is_detail = [error.partition(":")[0] in Reason.__members__ for error in self.errors]
+        lines += [
+            f"  {error}" if known else f"  error: {error}" for error, known in zip(self.errors, is_detail, strict=True)
+        ]
         return "\n".join(lines)
 
 

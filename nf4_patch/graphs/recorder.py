@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..memory.spare import MemoryInfo
 from ..nf4 import runtime
 from ..nf4.runtime import is_out_of_memory
 from ..patching.reasons import Reason
 from .arguments import Slot
 from .refusal import Refusal
 
-MARGIN_PART = 1 / 32  # the part of the GPU's memory that graphs leave free, because free memory is fragmented
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning in sync debug mode begins with this text
 Result = TypeVar("Result")
 
@@ -229,9 +229,8 @@ class Recorder:
         yield
         reserved = memory(self.device, "reserved_bytes")
         self.taken += reserved - before
-        free, total = torch.cuda.mem_get_info(self.device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)  # PyTorch >= 2.8
-        limit = min(free + reserved, int(fraction * total)) - int(MARGIN_PART * fraction * total)
+        found = MemoryInfo.of(self.device)
+        limit = found.free + found.reserved - found.margin
         peak = memory(self.device, "allocated_bytes", "peak")
         if peak > self.peak:
             self.peak, self.rest = peak, max(self.rest, peak - held)

@@ -41,7 +41,9 @@ class Counters:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
         self.uses: dict[str, HitCounter] = {}  # calls that an option handled, where they are no kernel launches
-        self.errors: dict[str, int] = {}  # the count of each kernel failure and internal error, by message
+        self.errors: dict[
+            str, int
+        ] = {}  # counts of kernel failures, internal errors and details of Reasons, by message
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
         """Return the HitCounter of a target, weight shape, dtype and kernel.
@@ -76,8 +78,9 @@ class Counters:
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
         # Some messages contain addresses and differ each time, so the number of stored messages is limited.
-        if detail and (detail in self.errors or len(self.errors) < 100):
-            self.errors[detail] = self.errors.get(detail, 0) + 1
+        message = f"{reason.name}: {detail}" if reason.is_expected else detail
+        if detail and (message in self.errors or len(self.errors) < 100):
+            self.errors[message] = self.errors.get(message, 0) + 1
         if reason.is_expected:
             return
         sentence = f"{target} runs the original ({reason.name}): {reason.sentence}" + (f" ({detail})" if detail else "")

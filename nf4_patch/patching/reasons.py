@@ -124,7 +124,10 @@ class Reason(enum.Enum):
         "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or is"
         " Unsloth's, which would round the layer's fp32 input to bf16"
     )
-    GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
+    GRAPH_ARGUMENTS = (
+        "a CUDA graph does not support an argument or the result of the decoder layer",
+        "if it is a cache, train with model.config.use_cache = False",
+    )
     GRAPH_HOOKED = (
         "the decoder layer has hooks or compiled modules, is spread by a device_map, has sharded parameters (FSDP, ZeRO-3), or its"
         " outputs are recorded"
@@ -151,7 +154,10 @@ class Reason(enum.Enum):
     GRAPH_STATE = (
         "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward"
     )
-    GRAPH_MEMORY = "the GPU does not have enough memory for the graphs and the rest of a step"
+    GRAPH_MEMORY = (
+        "the GPU does not have enough memory for the graphs, the rest of a step and a margin",
+        "use smaller batches",
+    )
     GRAPH_FAILED = (
         "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
         "see the log for the line, and replace the operation there",

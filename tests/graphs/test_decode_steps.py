@@ -450,7 +450,7 @@ def test_nothing_is_kept_alive():
     with nf4_patch.enabled(graphs="auto"):
         found = model.generate(
             graphed.tokens(0, 6),
-            max_new_tokens=5,
+            max_new_tokens=10,
             pad_token_id=0,
             cache_implementation="static",
             return_dict_in_generate=True,

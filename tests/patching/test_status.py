@@ -77,6 +77,11 @@ def test_calls_of_an_option_are_not_added_to_dequantizations(on):
     assert row(name).fallbacks == {"EXPERT_PARALLEL": 2, "NOT_CUDA": 1}
 
 
+def test_the_detail_of_a_reason_is_no_error(on):
+    counters.counters.fall_back("target", Reason.GRAPH_MEMORY, strict=False, detail="graphs take 1 GiB")
+    assert str(nf4_patch.status()).splitlines()[-1] == "  GRAPH_MEMORY: graphs take 1 GiB"
+
+
 def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
     """The direct function, and an error of cache="auto"."""
     packed, state = weight

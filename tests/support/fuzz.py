@@ -20,6 +20,7 @@ from oracle import expected, layout_of
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.runtime import equal_bits
 from nf4_patch.nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import cases
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress, Report, plural, provenance, require_gpu, silent
@@ -426,6 +427,9 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
             x[torch.arange(m, device=device), columns] = 1
             got = multiplier.of_state(x, packed, state)
             if isinstance(got, torch.Tensor):
+                found = "hits"
                 assert torch.equal(weight, want) and torch.equal(got, want[:, columns].t()), (case, m)
-            ended["hits" if isinstance(got, torch.Tensor) else got.name] += 1
+            else:
+                found = "unaligned" if got is Reason.MATMUL_OPERANDS and packed.data_ptr() % 16 else got.name
+            ended[found] += 1
     return ended

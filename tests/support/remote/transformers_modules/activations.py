@@ -138,6 +138,24 @@ class Altered(torch.nn.Module):
         return self.inner(x)
 
 
+captured: list[bool] = []  # an element for each call of Interrupting inside of a capture
+
+
+class Interrupting(torch.nn.Module):
+    """Like a user who presses Ctrl-C while the second graph, the one of the recompute, is captured."""
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(True)
+            if len(captured) == 2:
+                raise KeyboardInterrupt
+        return self.inner(x)
+
+
 class Keeping(torch.autograd.Function):
     """Keeps a tensor on ctx without save_for_backward."""
 
