@@ -419,8 +419,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")},
     "rollouts": lambda: pivot(
-        [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in generated()],
-        {"tokens per second, wall-clock": "{words}"}, {"{batch} sequences": "{tokens_s:,.0f}"}),
+        [row | {"words": ROLLOUTS.get(row["side"], row["words"]), "of": "sequence" if row["batch"] == 1 else "sequences"}
+         for row in generated()],
+        {"tokens per second, wall-clock": "{words}"}, {"{batch} {of}": "{tokens_s:,.0f}"}),
     "grpo": lambda: pivot(
         [row | {"words": GRPO.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
         {"seconds": "{words}", "a step": "{step_s:.2f}", "rollout": "{generation_s:.2f}", "rest of the step": "{rest_s:.2f}"}),
