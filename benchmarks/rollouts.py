@@ -213,21 +213,27 @@ def generation(
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
 
-    def ask(name: str, *request: Any) -> Any:
+    def ask(name: str, *request: Any, sent: bool = False) -> Any:
         left = deadline - time.monotonic()
         if name not in processes or left < 0:
             return None
-        processes[name].send(*request)
+        if not sent:
+            processes[name].send(*request)
         late = not processes[name].pipe.poll(None if left == math.inf else left)
         answer, error = (None, "not finished in time") if late else processes[name].receive()
         if error or (isinstance(answer, str) and answer):
             failures.append(f"{name}, {request}: {error or answer}")
             tell(failures[-1])
+        if error:
             processes.pop(name).process.kill()
-            return None
         return answer
 
     try:
+        for process in processes.values():
+            process.send("replays")
+        for name in sides:  # all are built before the first generates, and before a cache takes the free memory
+            tell(f"building {name}")
+            ask(name, "replays", sent=True)
         for batch in batches:
             for name in sides:
                 tell(f"{batch} sequences, {name}")
@@ -306,10 +312,19 @@ def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any]
 @click.option(
     "--batches", type=int, multiple=True, help=f"Sequences of generate. Default: {BATCHES}, and 8 of other models."
 )
+@click.option(
+    "--sides", multiple=True, type=click.Choice([*{**SIDES, **OTHER_SIDES}]), help="Of generate. Default: all."
+)
 @click.option("--seconds", type=float, default=600.0, show_default=True, help="End what is not measured by then.")
 @click.pass_obj
 def command(
-    tell: Progress, what: str, model: str, layers: int | None, batches: tuple[int, ...], seconds: float
+    tell: Progress,
+    what: str,
+    model: str,
+    layers: int | None,
+    batches: tuple[int, ...],
+    sides: tuple[str, ...],
+    seconds: float,
 ) -> Rollouts:
     """Measure tokens per second of ``generate`` with an adapter, and steps of GRPO."""
     require_gpu()
@@ -321,9 +336,10 @@ def command(
         others = model in OTHERS
         layers = layers or (4 if others else LAYERS)
         configuration = partial(other, model, layers) if others else partial(config_of, llama(layers))
-        sides, usual = (OTHER_SIDES, (8,)) if others else (SIDES, BATCHES)
+        known, usual = (OTHER_SIDES, (8,)) if others else (SIDES, BATCHES)
+        chosen = {name: side for name, side in known.items() if name in (sides or known)}
         labels = {"model": model, "layers": layers}
-        rows, failures = generation(sides, configuration, labels, batches or usual, TOKENS, deadline, tell)
+        rows, failures = generation(chosen, configuration, labels, batches or usual, TOKENS, deadline, tell)
     if what != "generate":
         try:
             more, failed = grpo(deadline, tell)
