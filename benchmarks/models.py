@@ -66,6 +66,31 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
     )  # fmt: skip
 
 
+OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name of a config's class, layers of the whole model, its sizes
+    "gemma3": ("Gemma3TextConfig", 34, {  # Gemma-3-4B
+        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208, "sliding_window": 1024}),
+    "gpt-oss": ("GptOssConfig", 24, {  # gpt-oss-20b
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128}),
+    "qwen3.5": ("Qwen3_5TextConfig", 32, {  # Qwen3.5-4B
+        "hidden_size": 2560, "intermediate_size": 9216, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 248320}),
+}  # fmt: skip
+
+
+def other(name: str, layers: int) -> Any:
+    """Return the config of a model of OTHERS with fewer layers, the last with full attention, and a vocabulary in proportion."""
+    import transformers
+
+    kind, whole, sizes = OTHERS[name]
+    kinds = ["linear_attention" if name == "qwen3.5" else "sliding_attention"] * layers
+    period = 2 if name == "gpt-oss" else 4  # Gemma has 6, more than a few layers
+    kinds[period - 1 :: period] = ["full_attention"] * (layers // period)
+    options = {"num_hidden_layers": layers, "layer_types": kinds, "vocab_size": sizes["vocab_size"] * layers // whole}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"}
+    return getattr(transformers, kind)(**sizes | options | special)
+
+
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
     """Build a causal model with random weights, in NF4 with double quantization.
 

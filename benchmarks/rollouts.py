@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,21 +27,23 @@ import torch
 import nf4_patch
 from benchmarks import run_alone
 from benchmarks.kinds import LIBRARIES, STOCK, UNSLOTH, model_of
-from benchmarks.models import config_of
+from benchmarks.models import LINEARS, OTHERS, config_of, other
 from benchmarks.sides import Process
 from benchmarks.timing import Machine, machine, synchronize
-from benchmarks.training import llama
+from benchmarks.training import llama, peft_model
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
 
 LAYERS, PROMPT, TOKENS, ROUNDS = 8, 16, 128, 3
-BATCHES = (8, 32)
+BATCHES = (1, 8, 32)
 GRPO = Path(__file__).parents[1] / "examples" / "grpo_trl.py"
 METHOD = (
-    f"generate: {LAYERS} layers of Llama-3.1-8B, LoRA on all linear layers, greedy, {TOKENS} tokens after a prompt of "
-    f"{PROMPT}; sides alternate, medians, wall-clock time. Each generate has a new cache. Before, each token had the "
-    "largest logit in the side's own forward without the patch, apart from rounding. grpo: examples/grpo_trl.py, 4 layers, "
-    "8 prompts, 8 completions of 256 tokens each, one process per side, medians of the steps after the first half; rest_s: "
-    "a step without its generation."
+    f"generate: layers of Llama-3.1-8B (8 unless a row says otherwise) or of another model, LoRA on all linear layers (for a mixture "
+    f"on the attention), greedy, {TOKENS} tokens after a prompt of {PROMPT}; sides alternate, medians, wall-clock time. Each generate "
+    "has a new cache. Before, each token had the largest logit in the side's own forward without the patch, apart from rounding. "
+    "replays: CUDA graphs replayed per generate, as the library counts them: nf4_patch counts the layers in a graph, Unsloth the "
+    "steps. equal: whether the tokens are those of the first side. grpo: examples/grpo_trl.py, 4 layers, 8 prompts, 8 completions of "
+    "256 tokens each, one process per side, medians of the steps after the first half; rest_s: a step without its generation; "
+    "Unsloth: its loader, adapters, trainer and their defaults in the same script, benchmarks/grpo_unsloth.py."
 )
 
 
@@ -49,20 +51,54 @@ class Side(NamedTuple):
     kind: str  # kind of model, as in benchmarks.kinds
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
     static: bool = False  # whether keys and values lie in a static cache
+    environment: tuple[tuple[str, str], ...] = ()  # set before Unsloth is imported
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens must be stock's with a static cache."""
+        return self.static and self.options in (None, {"graphs": "auto"})
+
+    @property
+    def replays(self) -> bool:
+        """Whether CUDA graphs must have run."""
+        profile = self.options or {}
+        return "graphs" in profile or "profile" in profile or (DECODE_GRAPHS, "1") in self.environment
 
 
+DECODE_GRAPHS = "UNSLOTH_DECODE_CUDA_GRAPHS"
+EAGER, FAST = "bitsandbytes and peft, static cache", Side(STOCK, {"profile": "fast"}, True)
 SIDES = {
     "bitsandbytes and peft": Side(STOCK, None),
-    "bitsandbytes and peft, static cache": Side(STOCK, None, True),
+    EAGER: Side(STOCK, None, True),
     "patch": Side(STOCK, {"matmul": "auto"}),
     "graphs": Side(STOCK, {"matmul": "auto", "graphs": "auto"}, True),
-    UNSLOTH: Side(UNSLOTH, None),
+    "fast": FAST,
+    UNSLOTH: Side(UNSLOTH, None, environment=((DECODE_GRAPHS, "0"),)),
+    "unsloth, decode graphs": Side(UNSLOTH, None, environment=((DECODE_GRAPHS, "1"),)),
 }
-TRAININGS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "bitsandbytes and peft": ({"NF4_PATCH": "0"}, ["--matmul", "off"]),
-    "patch": ({}, []),
-    "graphs": ({"NF4_PATCH_LORA": "fused"}, ["--graphs", "auto"]),
-}  # variables and arguments of the example
+OTHER_SIDES = {
+    EAGER: SIDES[EAGER],
+    "patch, static cache": Side(STOCK, {"matmul": "auto"}, True),
+    "graphs only": Side(STOCK, {"graphs": "auto"}, True),
+    "fast": FAST,
+}  # of other models than Llama
+
+
+class Training(NamedTuple):
+    """A side of GRPO: variables, and the program with its arguments."""
+
+    variables: dict[str, str]
+    words: tuple[str, ...] = ()
+    program: tuple[str, ...] = (str(GRPO),)
+
+
+OFF = {"NF4_PATCH": "0"}
+TRAININGS = {
+    "bitsandbytes and peft": Training(OFF, ("--matmul", "off")),
+    "patch": Training({}),
+    "fast": Training({"NF4_PATCH": "fast"}, ("--graphs", "auto")),
+    UNSLOTH: Training(OFF, ("--matmul", "off"), ("-m", "benchmarks.grpo_unsloth")),
+}
 
 
 @dataclass(frozen=True)
@@ -82,12 +118,19 @@ class Rollouts(Report):
 
 
 class Generating:
-    """The model of a side, with its options switched on."""
+    """The model of a side, with its options switched on.
 
-    def __init__(self, side: Side, shape: Any):
+    Args:
+        configuration: makes the model's config, after Unsloth's import.
+    """
+
+    def __init__(self, side: Side, configuration: Callable[[], Any]):
+        os.environ.update(side.environment)
         if side.kind == UNSLOTH:
             importlib.import_module("unsloth")
-        self.side, self.model = side, model_of(side.kind, config_of(shape))
+        config = configuration()
+        mixture = hasattr(config, "num_experts")
+        self.side, self.model = side, peft_model(config, LINEARS[:4]) if mixture else model_of(side.kind, config)
         torch.manual_seed(1)
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
@@ -122,7 +165,7 @@ class Generating:
         return result[:, PROMPT:].tolist()  # type: ignore[no-any-return]
 
     def warm_up(self, batch: int, tokens: int) -> str:
-        """Generate once. Return what is wrong with the tokens, or an empty string."""
+        """Generate. Return what is wrong with the tokens, or an empty string."""
         self.switch_on()
         found = self.generated(batch, tokens)
         rows = torch.cat((self.prompts(batch), torch.tensor(found)), 1).to(self.device)
@@ -130,114 +173,178 @@ class Generating:
         with torch.no_grad():
             logits = self.model(input_ids=rows).logits[:, PROMPT - 1 : -1].float()
         chosen = logits.gather(2, rows[:, PROMPT:, None])[..., 0]
-        self.switch_on()
         missed = float((logits.amax(2) - chosen).max() / logits.std())
+        if self.side.options is not None:
+            self.switch_on()
+            self.generated(batch, tokens)  # records its graphs again
         return f"a token's logit is {missed:.2f} standard deviations below the largest" if missed > 0.5 else ""
 
-    def seconds(self, batch: int, tokens: int) -> float:
+    def replays(self) -> tuple[int, str]:
+        """Return how many graphs were replayed so far, and what Unsloth says if it does not replay."""
+        if self.side.kind != UNSLOTH:
+            return nf4_patch.status().graphs.replays, ""
+        states = list(importlib.import_module("unsloth.models._decode_graphs")._states(self.model))
+        return sum(state.replays for state in states), ", ".join(str(s.disabled) for s in states if s.disabled)
+
+    def measure(self, batch: int, tokens: int) -> tuple[float, int, str]:
+        """Return the seconds, the replays and why there are none."""
+        before, _ = self.replays()
         synchronize()
         begin = time.perf_counter()
         self.generated(batch, tokens)
         synchronize()
-        return time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        after, why = self.replays()
+        return taken, after - before, why
 
 
 def generation(
-    shape: Any, batches: Iterable[int], tokens: int, seconds: float = math.inf, tell: Progress = silent
-) -> tuple[list[Any], list[str]]:
+    sides: Mapping[str, Side], configuration: Callable[[], Any], labels: Mapping[str, Any], batches: Iterable[int],
+    tokens: int, deadline: float = math.inf, tell: Progress = silent,
+) -> tuple[list[Any], list[str]]:  # fmt: skip
     """Return the rows of ``generate`` for the sides whose libraries are installed, and what failed.
 
     Args:
-        seconds: no round begins later than this after the call.
+        labels: fields of every row: the model and its number of layers.
+        deadline: of ``time.monotonic``. No call begins later, and one that takes longer is ended with its side.
     """
-    begin = time.monotonic()
-    sides = {n: side for n, side in SIDES.items() if importlib.util.find_spec(LIBRARIES.get(side.kind, "peft"))}
-    processes = {name: Process(partial(Generating, side, shape)) for name, side in sides.items()}
+    sides = {n: side for n, side in sides.items() if importlib.util.find_spec(LIBRARIES.get(side.kind, "peft"))}
+    processes = {name: Process(partial(Generating, side, configuration)) for name, side in sides.items()}
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
 
-    def ask(name: str, *request: Any) -> Any:
-        if name not in processes:
+    def ask(name: str, *request: Any, sent: bool = False) -> Any:
+        left = deadline - time.monotonic()
+        if name not in processes or left < 0:
             return None
-        processes[name].send(*request)
-        answer, error = processes[name].receive()
+        if not sent:
+            processes[name].send(*request)
+        late = not processes[name].pipe.poll(None if left == math.inf else left)
+        answer, error = (None, "not finished in time") if late else processes[name].receive()
         if error or (isinstance(answer, str) and answer):
             failures.append(f"{name}, {request}: {error or answer}")
+            tell(failures[-1])
+        if error:
             processes.pop(name).process.kill()
-            return None
         return answer
 
     try:
+        for process in processes.values():
+            process.send("replays")
+        for name in sides:  # all are built before the first generates, and before a cache takes the free memory
+            tell(f"building {name}")
+            ask(name, "replays", sent=True)
         for batch in batches:
             for name in sides:
                 tell(f"{batch} sequences, {name}")
                 ask(name, "warm_up", batch, tokens)
-            taken: dict[str, list[float]] = {name: [] for name in sides}
+            exact = [name for name, side in sides.items() if side.exact]
+            chosen = {name: ask(name, "generated", batch, tokens) for name in exact if len(exact) > 1}
+            taken: dict[str, list[tuple[float, int, str]]] = {name: [] for name in sides}
             for _ in range(ROUNDS):
-                for name in sides if time.monotonic() - begin < seconds else ():
-                    if (found := ask(name, "seconds", batch, tokens)) is not None:
+                for name in sides:
+                    if (found := ask(name, "measure", batch, tokens)) is not None:
                         taken[name].append(found)
-                        tell(f"{batch} sequences, {name}: {batch * tokens / found:.0f} tokens per second")
-            for name, times in taken.items():
-                if times:
-                    median = statistics.median(times)
-                    rows.append(
-                        {
-                            "what": "generate", "side": name, "batch": batch, "layers": shape.num_hidden_layers,
-                            "tokens_s": batch * tokens / median, "spread": (max(times) - min(times)) / median,
-                        }
-                    )  # fmt: skip
+            for name, found in taken.items():
+                if not found:
+                    continue
+                times = [seconds for seconds, _, _ in found]
+                median, (_, replays, why) = statistics.median(times), found[-1]
+                row = {
+                    "what": "generate", **labels, "side": name, "batch": batch, "tokens_s": batch * tokens / median,
+                    "spread": (max(times) - min(times)) / median, "rounds": len(times), "replays": replays,
+                }  # fmt: skip
+                if chosen.get(name) and chosen[exact[0]]:
+                    row["equal"] = chosen[name] == chosen[exact[0]]
+                    if not row["equal"]:
+                        failures.append(f"{name}, {batch} sequences: other tokens than {exact[0]}")
+                if sides[name].replays and not replays and torch.cuda.is_available():
+                    failures.append(f"{name}, {batch} sequences: no CUDA graph ran: {why}")
+                rows.append(row)
+                tell(json.dumps(row))
     finally:
         for process in processes.values():
             process.process.kill()
     return rows, failures
 
 
-def grpo(seconds: float, tell: Progress = silent) -> tuple[list[Any], list[str]]:
-    """Return the rows of GRPO's steps, and what failed. No side begins later than ``seconds`` after the call."""
+def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any], list[str]]:
+    """Return the rows of GRPO's steps, and what failed. A side that is not done at ``deadline`` is ended."""
     rows: list[Any] = []
     failures: list[str] = []
-    begin = time.monotonic()
     sys.path.insert(0, str(GRPO.parent))
     with tempfile.TemporaryDirectory() as folder:
         importlib.import_module("offline").checkpoint("random", "8b-4layers", folder)
         torch.cuda.empty_cache()
-        for name, (variables, words) in TRAININGS.items():
-            if time.monotonic() - begin > seconds:
-                break
+        for name, side in TRAININGS.items():
+            left = deadline - time.monotonic()
+            if left < 0 or not importlib.util.find_spec(LIBRARIES.get(name, "trl")):
+                continue
             tell(f"GRPO, {name}")
             file = Path(folder) / "record.json"
-            command = [sys.executable, str(GRPO), "--model", folder, "--json", str(file), *words]
-            command += ["--steps", "5", "--prompts", "8", "--generations", "8", "--tokens", "256"]
-            result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
-            if result.returncode:
-                failures.append(f"GRPO, {name}: {result.stderr[-800:]}")
+            command = [sys.executable, *side.program, "--model", folder, "--json", str(file), *side.words]
+            command += ["--steps", "6", "--prompts", "8", "--generations", "8", "--tokens", "256"]
+            try:
+                subprocess.run(
+                    command, env={**os.environ, **side.variables}, capture_output=True, text=True, check=True,
+                    cwd=GRPO.parents[1], timeout=None if left == math.inf else left,
+                )  # fmt: skip
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                failures.append(f"GRPO, {name}: {error}: {str(error.stderr)[-800:]}")
+                tell(failures[-1])
                 continue
-            found = json.loads(file.read_text())["rollouts"]
-            tell(f"GRPO, {name}: {found['step']:.2f} s")
+            found = (record := json.loads(file.read_text()))["rollouts"]
             rows.append(
                 {
                     "what": "grpo", "side": name, "step_s": found["step"], "generation_s": found["generation"],
                     "rest_s": found["rest"], "tokens_s": found["tokens_per_second"], "reward": found["rewards"][-1],
+                    "replays": found.get("replays", record["nf4_patch"]["graphs"]["replays"]),
                 }
             )  # fmt: skip
+            tell(json.dumps(rows[-1]))
     return rows, failures
 
 
 @click.command()
 @click.option("--what", type=click.Choice(["generate", "grpo", "both"]), default="both", show_default=True)
-@click.option("--seconds", type=float, default=600.0, help="Begin no round, and no side of GRPO, later than this.")
+@click.option("--model", type=click.Choice(["llama", *OTHERS]), default="llama", show_default=True, help="Of generate.")
+@click.option("--layers", type=int, help=f"Of generate. Default: {LAYERS}, and 4 of other models than Llama.")
+@click.option(
+    "--batches", type=int, multiple=True, help=f"Sequences of generate. Default: {BATCHES}, and 8 of other models."
+)
+@click.option(
+    "--sides", multiple=True, type=click.Choice([*{**SIDES, **OTHER_SIDES}]), help="Of generate. Default: all."
+)
+@click.option("--seconds", type=float, default=600.0, show_default=True, help="End what is not measured by then.")
 @click.pass_obj
-def command(tell: Progress, what: str, seconds: float) -> Rollouts:
+def command(
+    tell: Progress,
+    what: str,
+    model: str,
+    layers: int | None,
+    batches: tuple[int, ...],
+    sides: tuple[str, ...],
+    seconds: float,
+) -> Rollouts:
     """Measure tokens per second of ``generate`` with an adapter, and steps of GRPO."""
     require_gpu()
     require_patch()
+    deadline = time.monotonic() + seconds
     rows: list[Any] = []
     failures: list[str] = []
     if what != "grpo":
-        rows, failures = generation(llama(LAYERS), BATCHES, TOKENS, seconds, tell)
+        others = model in OTHERS
+        layers = layers or (4 if others else LAYERS)
+        configuration = partial(other, model, layers) if others else partial(config_of, llama(layers))
+        known, usual = (OTHER_SIDES, (8,)) if others else (SIDES, BATCHES)
+        chosen = {name: side for name, side in known.items() if name in (sides or known)}
+        labels = {"model": model, "layers": layers}
+        rows, failures = generation(chosen, configuration, labels, batches or usual, TOKENS, deadline, tell)
     if what != "generate":
-        more, failed = grpo(seconds, tell)
+        try:
+            more, failed = grpo(deadline, tell)
+        except Exception as error:  # what generate measured is reported
+            more, failed = [], [f"GRPO: {error!r}"]
         rows, failures = rows + more, failures + failed
     return Rollouts(machine(), rows, failures)
 

@@ -178,12 +178,19 @@ def speedups(name: str, ours: str, other: str) -> list[Record]:
     return found
 
 
+def generated(**where: Any) -> list[Record]:
+    """Return the rows of ``generate`` with eight layers of Llama. Older rows have no field for the model."""
+    rows = records("rollouts", what="generate", layers=8, **where)
+    return [row for row in rows if row.get("model", "llama") == "llama"]
+
+
 def rollouts(ours: str, other: str) -> list[Record]:
-    """Return how many times as fast one side generates as another, by number of sequences."""
-    theirs = {row["batch"]: row for row in records("rollouts", side=other, what="generate")}
+    """Return how many times as fast one side generates as another, with 8 and 32 sequences."""
+    theirs = {row["batch"]: row for row in generated(side=other)}
     return [
         row | {"clock": WALL_TIME, "speedup": times(row["tokens_s"] / theirs[row["batch"]]["tokens_s"], WALL_NOISE)}
-        for row in records("rollouts", side=ours, what="generate")
+        for row in generated(side=ours)
+        if row["batch"] in (8, 32) and row["batch"] in theirs
     ]
 
 
@@ -354,7 +361,10 @@ STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_m
 DENSE_SIDES = ["peft", "patch", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading",
                "unsloth, offloading, graphs", "unsloth, block graphs", "unsloth, best"]  # fmt: skip
 MIXTURE_SIDES = ["16-bit experts", *DENSE_SIDES[1:]]
-ROLLOUTS = {"patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache'}
+ROLLOUTS = {
+    "patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache',
+    "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": "Unsloth, `UNSLOTH_DECODE_CUDA_GRAPHS=1`",
+}  # fmt: skip
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
 GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
@@ -409,8 +419,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
     **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")},
     "rollouts": lambda: pivot(
-        [row | {"words": ROLLOUTS.get(row["side"], row["words"])} for row in records("rollouts", what="generate")],
-        {"tokens per second, wall-clock": "{words}"}, {"{batch} sequences": "{tokens_s:,.0f}"}),
+        [row | {"words": ROLLOUTS.get(row["side"], row["words"]), "of": "sequence" if row["batch"] == 1 else "sequences"}
+         for row in generated()],
+        {"tokens per second, wall-clock": "{words}"}, {"{batch} {of}": "{tokens_s:,.0f}"}),
     "grpo": lambda: pivot(
         [row | {"words": GRPO.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
         {"seconds": "{words}", "a step": "{step_s:.2f}", "rollout": "{generation_s:.2f}", "rest of the step": "{rest_s:.2f}"}),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks import models, rollouts
 from benchmarks.kinds import STOCK
@@ -15,18 +19,41 @@ from nf4_patch.patching.config import VARIABLES
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.full
-TINY = models.Shape(64, 128, 2, 4, 2)
+TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
+LABELS = {"model": "llama", "layers": 2}
 # Without a GPU, no graph replays: the sides differ in their options and in the kind of cache.
 SIDES = {"bitsandbytes and peft": rollouts.Side(STOCK, None), "graphs": rollouts.SIDES["graphs"]}
 
 
-def test_each_side_generates_and_a_broken_one_is_named(monkeypatch):
-    monkeypatch.setattr(rollouts, "SIDES", SIDES | {"broken": rollouts.Side(STOCK, {"cache": "much"})})
-    rows, failures = rollouts.generation(TINY, (2,), 6)
+def test_each_side_generates_and_a_broken_one_is_named():
+    told: list[str] = []
+    sides = SIDES | {"broken": rollouts.Side(STOCK, {"cache": "much"})}
+    rows, failures = rollouts.generation(sides, TINY, LABELS, (2,), 6, tell=told.append)
     assert [(row["side"], row["batch"], row["layers"]) for row in rows] == [(name, 2, 2) for name in SIDES]
-    assert all(row["tokens_s"] > 0 for row in rows)
+    assert all(row["tokens_s"] > 0 and row["rounds"] == rollouts.ROUNDS and row["replays"] == 0 for row in rows)
+    assert [json.loads(text) for text in told if text.startswith("{")] == rows
     (failure,) = failures
     assert failure.startswith("broken, ('warm_up', 2, 6)") and "ConfigError" in failure
+
+
+def test_graphs_alone_choose_the_tokens_of_stock():
+    rows, failures = rollouts.generation(rollouts.OTHER_SIDES, TINY, LABELS, (2,), 6)
+    assert {row["side"]: row.get("equal") for row in rows} == dict.fromkeys(rollouts.OTHER_SIDES) | {
+        rollouts.EAGER: True, "graphs only": True,
+    } and not failures  # fmt: skip
+
+
+def test_a_side_that_takes_too_long_is_ended():
+    rows, failures = rollouts.generation(SIDES, TINY, LABELS, (2,), 6, time.monotonic() + 0.1)
+    assert rows == [] and all("not finished in time" in failure for failure in failures) and failures
+
+
+@pytest.mark.parametrize("name", models.OTHERS)
+def test_other_models_have_both_kinds_of_layers(name):
+    config = models.other(name, 4)
+    assert len(set(config.layer_types)) == 2 and config.layer_types[-1] == "full_attention"
+    with torch.device("meta"):
+        assert len(AutoModelForCausalLM.from_config(config).model.layers) == 4
 
 
 def test_a_token_that_is_not_the_likeliest_is_a_failure(monkeypatch):
@@ -43,9 +70,9 @@ def test_the_sides_of_grpo_have_known_variables_and_arguments():
     said = subprocess.run(
         [sys.executable, str(rollouts.GRPO), "--help"], capture_output=True, text=True, check=True
     ).stdout
-    for variables, words in rollouts.TRAININGS.values():
-        assert variables.keys() <= known
-        assert all(word in said for word in words if word.startswith("--"))
+    for side in rollouts.TRAININGS.values():
+        assert side.variables.keys() <= known
+        assert all(word in said for word in side.words if word.startswith("--"))
     assert Path(rollouts.GRPO).exists() and all(
         f"--{word}" in said for word in ("steps", "prompts", "generations", "tokens")
     )
