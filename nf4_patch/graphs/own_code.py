@@ -146,6 +146,8 @@ class Code:
         self.registries = [mapping for each in registries for mapping in (each._local_mapping, each._global_mapping)]
         self.classes: list[Any] = [*map(vars, classes)]
         distinct = {id(space): space for space in spaces}.values()
+        for space in distinct:
+            space.setdefault("__warningregistry__", {})  # the first warning in a Python module would add this later
         # PyTorch's parametrize counts in its globals how often its cache was opened.
         self.spaces: list[Any] = [*self.classes, *[s for s in distinct if s.get("__name__") not in COUNTING]]
         self.functions = self.reached(called)

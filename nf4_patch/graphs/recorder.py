@@ -225,10 +225,13 @@ class Recorder:
         Raises:
             torch.OutOfMemoryError: there would be too little memory.
         """
+        self.check(part, held)  # Already a warm-up takes memory that stays, such as a workspace of cuBLAS.
         before = memory(self.device, "reserved_bytes")
         yield
-        reserved = memory(self.device, "reserved_bytes")
-        self.taken += reserved - before
+        self.taken += memory(self.device, "reserved_bytes") - before
+        self.check(part, held)
+
+    def check(self, part: int, held: int) -> None:
         found = MemoryInfo.of(self.device)
         limit = found.free + found.reserved - found.margin
         peak = memory(self.device, "allocated_bytes", "peak")

@@ -39,6 +39,7 @@ def loss_of(model, ids):
 
 def train(model, steps=8, size=(2, 512), **options):
     optimizer = optimizer_of(model, lr=1e-3)
+    optimizer.zero_grad()
     torch.manual_seed(0)
     numbers = []
     with nf4_patch.enabled(**options):

@@ -1597,7 +1597,7 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
     recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
     recorder.device, recorder.taken = 0, 1 * GIB
-    found = iter([10 * GIB, 14 * GIB, peak * GIB + 2**20])
+    found = iter([peak * GIB, 10 * GIB, 14 * GIB, peak * GIB + 2**20])
     monkeypatch.setattr(recorder_module, "memory", lambda *kind: next(found))
     monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(10 * GIB, 14 * GIB, 8 * GIB, GIB))
     expected = (

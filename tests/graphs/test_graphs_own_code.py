@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import gc
+import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -108,6 +109,22 @@ def test_a_layer_of_the_script():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_OWN_CODE"} and found["replays"] == (LAYERS - 1) * (
         STEPS - EAGER
     )
+
+
+def test_a_layer_of_a_library_that_warns():
+    """Python writes the first warning of a module into the module's globals, which are compared."""
+
+    def make():
+        model = model_of()
+        for layer in layers_of(model):
+            layer.mlp.act_fn = graphed.REMOTE.Warning()
+        return model
+
+    vars(graphed.REMOTE).pop("__warningregistry__", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("default", "an activation warns")
+        found = compared(make)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == LAYERS * (STEPS - EAGER)
 
 
 @pytest.mark.parametrize("reader", thinned(READERS, 2))
