@@ -20,6 +20,7 @@ import torch
 import nf4_patch
 
 from ..options import OPTIONS
+from ..patching.config import options_set
 from ..patching.effects import line
 from ..version import holds, release_of
 from .cases import device_here, place_of
@@ -108,7 +109,8 @@ def measure(name: str = "", layers: int = 4, tell: Progress = silent) -> Measure
         model = peft_model(shortened(whole, layers), "all-linear")
         shapes = Path(name).name if Path(name).is_dir() else name
         of = f"{layers} of {whole.num_hidden_layers} layers"
-        report.about = about(", ".join([shapes, of, str(model.dtype).removeprefix("torch."), with_liger(model)]))
+        dtype = str(model.dtype).removeprefix("torch.")
+        report.about = about(", ".join([shapes, of, dtype, with_liger(model), *options_set()]))
         if torch.cuda.is_available():
             kernels(synchronize)  # starts the profiler, which may slow down all later steps
         for round_ in range(ROUNDS):
