@@ -95,10 +95,10 @@ def with_liger(model: Any) -> str:
     """Apply Liger's kernels, as transformers' Trainer does, and say so. Without Liger, or for an unknown model, do nothing."""
     if not release_of("liger_kernel") or not torch.cuda.is_available():
         return "without Liger"
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    from transformers.integrations.liger import apply_liger_kernel
 
-    apply_liger_kernel(model, None)
+    _apply_liger_kernel_to_instance(model=model.get_base_model())
     return "Liger on all sides" if model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else "without Liger"
 
 

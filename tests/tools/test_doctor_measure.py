@@ -44,6 +44,7 @@ def test_the_command_measures_every_side(tiny, tmp_path):
     for row in found["rows"]:
         (base,) = [each for each in found["rows"] if (each["tokens"], each["side"]) == (row["tokens"], BEFORE)]
         assert row["wall_ms"] > 0 and row["wall_x"] == base["wall_ms"] / row["wall_ms"]
+        assert GPU or "without Liger" in found["about"]["model"]
         assert GPU or row["gpu_ms"] is row["gpu_x"] is row["gpu_busy"] is None
     said = found["output"]
     assert (
