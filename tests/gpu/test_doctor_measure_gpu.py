@@ -27,11 +27,11 @@ def test_every_side_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "ROUNDS", 2)
     replays = nf4_patch.status().graphs.replays
     found = report_of(tmp_path, "doctor", "--measure", tmp_path / "tiny", "--layers", 2)
-    assert found["failures"] == [] and not any(note.startswith(("nf4_patch is on", "lora")) for note in found["notes"])
+    assert found["failures"] == [] and found["exit_code"] == 0
     assert [(row["tokens"], row["side"]) for row in found["rows"]] == [
         (n, side) for n in (256, 512) for side in (BEFORE, FULL, FAST)
     ]
-    assert all(0 < row["gpu_ms"] and 0 < row["gpu_busy"] <= 1 and row["rounds"] == 2 for row in found["rows"])
+    assert all(row["gpu_ms"] > 0 and 0 < row["gpu_busy"] <= 1 and row["rounds"] == 2 for row in found["rows"])
     assert torch.cuda.get_device_name() in found["output"]
     assert not nf4_patch.is_enabled()
     if torch.cuda.get_device_capability() >= (8, 0):
