@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nf4_patch.tools import step
+from nf4_patch.tools.step import build_4bit as build_4bit
+from nf4_patch.tools.step import training_dtype as training_dtype
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -25,7 +29,7 @@ class Shape(NamedTuple):
 # MODELS holds the sizes of Llama 3.2 1B, Llama 3.1 8B, Qwen 2.5 7B and Llama 3.1 70B, in the order of Shape's fields.
 MODELS = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
-    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-8b": Shape(**step.LLAMA_8B),
     "qwen-7b": Shape(3584, 18944, 28, 28, 4, 152064, 8192),
     "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
 }
@@ -37,12 +41,6 @@ def projections(model: Shape) -> list[tuple[int, int]]:
     hidden, intermediate = model.hidden_size, model.intermediate_size
     heads = hidden // model.num_attention_heads * model.num_key_value_heads
     return [(heads, hidden), (hidden, hidden), (intermediate, hidden), (hidden, intermediate)]
-
-
-def training_dtype() -> torch.dtype:
-    """Return bf16, or fp16 on a GPU before sm_80 (such as a T4), where PyTorch emulates bf16."""
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    return torch.float16 if old else torch.bfloat16
 
 
 def config_of(shape: Shape, dtype: torch.dtype | None = None, **options: Any) -> Any:
@@ -89,32 +87,3 @@ def other(name: str, layers: int) -> Any:
     options = {"num_hidden_layers": layers, "layer_types": kinds, "vocab_size": sizes["vocab_size"] * layers // whole}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"}
     return getattr(transformers, kind)(**sizes | options | special)
-
-
-def build_4bit(config: Any, device: Any = "cuda") -> Any:
-    """Build a causal model with random weights, in NF4 with double quantization.
-
-    All linear layers except the head become bitsandbytes' Linear4bit. Experts are packed by bitsandbytes'
-    ``replace_parameter_4bit``.
-    """
-    from bitsandbytes.nn import Linear4bit, Params4bit
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is torch.nn.Linear and name != "lm_head":
-                sizes = child.in_features, child.out_features, child.bias is not None
-                packed = Linear4bit(*sizes, compute_dtype=config.dtype, device="meta", **options)
-                packed.weight = Params4bit(child.weight.data, requires_grad=False, module=packed, **options)
-                packed.bias = child.bias
-                setattr(module, name, packed.to(device))
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() == 3:  # the weights of all experts
-                replace_parameter_4bit(module, name, compress_statistics=True)
-    model.is_loaded_in_4bit = True  # peft checks this
-    return model

@@ -30,6 +30,7 @@ from benchmarks.kinds import COMPILED, FP32, LIBRARIES, UNSLOTH, model_of, unslo
 from benchmarks.timing import Machine, kernels, machine, synchronize
 from benchmarks.training import BUDGET, Size, Step, optimizer_of
 from nf4_patch.tools.report import Progress, Report, silent, table
+from nf4_patch.tools.step import ROUNDING
 
 METHOD = (
     "A step as in TRL: adapters in 16 bits, autocast, checkpointing. Each side has a process; sides alternate. A round times three"
@@ -40,7 +41,6 @@ METHOD = (
     " Timed steps include the optimizer, at a learning rate of 0."
 )
 ROUNDS, LEARNING = 5, 10
-ROUNDING = 2**-7  # relative rounding of losses in bf16
 LAYERS = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"  # what graphs="auto" replaces
 FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 CACHE, FUSED, PACKED, GRAPHS = {"cache": BUDGET}, {"lora": "fused"}, {"experts": "4bit"}, {"graphs": "auto"}

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import nf4_patch
 from nf4_patch.tools.report import answer, provenance_data
+from nf4_patch.tools.step import kernels as kernels
+from nf4_patch.tools.step import processor
+from nf4_patch.tools.step import synchronize as synchronize
 
 Call = Callable[[], Any]
 Inside = Callable[[str], AbstractContextManager[Any]]  # returns the context for a variant's name; entering is not timed
@@ -55,9 +54,7 @@ SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limi
 
 def host() -> str:
     """Return the host's name, its processor and the number of cores that this process may use."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    processor = found[1] if found else platform.machine()
-    return f"{platform.node()}, {processor}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.node()}, {processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def machine() -> Machine:
@@ -80,12 +77,6 @@ def machine() -> Machine:
     return Machine(name, f"{major}{minor}", driver, clocks, host=host(), **known)
 
 
-def synchronize() -> None:
-    """Synchronize the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def wall_ms(call: Call) -> float:
     """Return the wall-clock milliseconds of a call, with the device synchronized before and after."""
     synchronize()
@@ -93,17 +84,6 @@ def wall_ms(call: Call) -> float:
     call()
     synchronize()
     return (time.perf_counter() - begin) * 1e3
-
-
-def kernels(call: Call) -> list[tuple[str, float]]:
-    """Return (name, milliseconds) of each kernel and copy that a call launches, from PyTorch's profiler."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        call()
-        torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # .events() would build a tree, which takes 0.3 s per step
-    on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
-    return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import nf4_patch
-from benchmarks.models import LINEARS, LLAMA_8B, Shape, build_4bit, training_dtype
+from benchmarks.models import LLAMA_8B, Shape
 from benchmarks.timing import synchronize
+from nf4_patch.tools import step
 from nf4_patch.tools.patch import patch
+from nf4_patch.tools.step import RANK as RANK
+from nf4_patch.tools.step import peft_model as peft_model
+from nf4_patch.tools.step import reset
+from nf4_patch.tools.step import trained as trained
 
 BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
-RANK = 16
 LAYERS = 4  # of an 8B model
 
 
@@ -35,40 +39,13 @@ def llama(layers: int = LAYERS) -> Shape:
 LLAMA = llama()
 
 
-def peft_model(config: Any, targets: Iterable[str] = LINEARS, **options: Any) -> Any:
-    """Build a model with random NF4 weights and LoRA on ``targets``, in the config's dtype. ``options`` go to LoraConfig."""
-    from peft import LoraConfig, get_peft_model
-
-    model = build_4bit(config, "cuda" if torch.cuda.is_available() else "cpu")
-    # prepare_model_for_kbit_training is not used, because its fp32 head would dominate the step.
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    model.config.use_cache = False
-    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM", **options)
-    model = get_peft_model(model, lora)
-    for parameter in trained(model):  # as TRL's SFTTrainer does for a 4-bit model
-        parameter.data = parameter.data.to(config.dtype)
-    return model
-
-
-def trained(model: Any) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def optimizer_of(model: Any, lr: float = 0.0, name: str = "adamw_torch") -> torch.optim.Optimizer:
-    """Return an optimizer. Put the model in training mode and set its adapters to fixed random numbers.
-
-    The numbers are the same in every dtype, up to rounding.
+    """Return an optimizer, and reset the model's adapters.
 
     Args:
         name: adamw_torch, adamw_torch_fused or paged_adamw_8bit, as ``optim`` of transformers' TrainingArguments.
     """
-    model.train()
-    parameters = trained(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in parameters:  # peft initializes B to zero, so adapters would not affect the loss
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    parameters = reset(model)
     if name == "paged_adamw_8bit":
         from bitsandbytes.optim import PagedAdamW8bit
 
@@ -80,8 +57,8 @@ def optimizer_of(model: Any, lr: float = 0.0, name: str = "adamw_torch") -> torc
 Size = tuple[int, int]  # batch, tokens
 
 
-class Step:
-    """A training step on fixed tokens, with the patch on (and these options) or off.
+class Step(step.Step):
+    """A step with the patch on (and these options) or off.
 
     It records losses and the peaks of allocated and reserved GPU memory, in bytes.
     """
@@ -90,11 +67,8 @@ class Step:
         self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off",
         autocast: bool = True, **options: str,
     ):  # fmt: skip
-        generator = torch.Generator().manual_seed(size[0] * size[1])
-        vocabulary = min(LLAMA.vocab_size, model.config.vocab_size)
-        self.tokens = torch.randint(3, vocabulary, size, generator=generator).to(model.device)
-        self.model, self.optimizer, self.on, self.cache = model, optimizer, on, cache
-        self.autocast, self.options = autocast, options
+        super().__init__(model, optimizer, size, autocast)
+        self.on, self.cache, self.options = on, cache, options
         self.losses: list[float] = []
         self.peak = self.reserved = self.taken = self.calls = 0
 
@@ -106,14 +80,6 @@ class Step:
             for _ in range(4 if "graphs" in self.options else 2):
                 self()
             yield
-
-    def __call__(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.tokens.device.type, training_dtype(), enabled=self.autocast):
-            loss: torch.Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
     def observe(self) -> None:
         """Run a step that is not timed, and record its loss, peak memory, kernel calls and the cache's size."""

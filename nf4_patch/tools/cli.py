@@ -19,7 +19,7 @@ from ..patching.config import ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
-from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
+from .report import NotAvailable, Progress, Report, provenance_data, require_gpu, require_patch
 
 
 class Verbs(click.Group):
@@ -118,9 +118,24 @@ def wrapped(text: str) -> str:
 @click.option(
     "--offload", metavar="MODEL", default="", help="Also say what offload= a model needs, by its name or folder."
 )
+@click.option(
+    "--measure", metavar="[MODEL]", is_flag=False, flag_value="", help="Instead, time training steps on this GPU with "
+    "and without the patch, in two minutes. MODEL is a name or folder, whose shapes are used; without it, Llama-3.1-8B.",
+)  # fmt: skip
+@click.option("--layers", type=click.IntRange(1), default=4, show_default=True, help="Layers to measure, if they fit.")
 @click.pass_obj
-def doctor(tell: Progress, unsloth: bool, verbose: bool, offload: str) -> Report:
+def doctor(
+    tell: Progress, unsloth: bool, verbose: bool, offload: str, measure: str | None, layers: int
+) -> Report:  # fmt: skip
     """Check whether training on this machine would get faster, what to type for it, and if not, why."""
+    if measure is not None:
+        if unsloth:
+            raise click.UsageError("--measure times peft's layers, which --unsloth would patch. Use one of the two")
+        require_gpu()
+        require_patch()
+        from . import measure as measuring
+
+        return measuring.measure(measure, layers, tell)
     from . import doctor
 
     return doctor.examine(unsloth, tell, verbose, offload)

@@ -35,7 +35,7 @@ from ..snapshot import TargetStatus
 from ..version import holds, release_of
 from . import advice
 from .offload import lines as offload_lines
-from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, driver, installed_releases, plural, silent
 
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
@@ -122,7 +122,7 @@ class DoctorReport(Report):
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():
-            how = "Run `python -m benchmarks.step` in a clone to measure it"
+            how = "Run `nf4-patch doctor --measure` to measure it"
             verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} has not been measured. {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
         if self.lines and not self.problems():
@@ -167,14 +167,13 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
         ConfigError: an NF4_* variable has an unknown value.
     """
     config = Config.read()
-    no_gpu = why_no_gpu()
-    driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    no_gpu, nvidia = why_no_gpu(), driver()
     releases = installed_releases()
     gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
     targets, limits = examine_targets(unsloth, config, tell)
     lines = lines_to_type(releases, gpus)
     return DoctorReport(
-        f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
+        f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {nvidia}" * bool(nvidia),
         releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
         fault_on_the_cpu(), tuple(offload_lines(offload, [(each.index, int(each.gibibytes * 2**30)) for each in gpus]) if offload else ()),
     )  # fmt: skip

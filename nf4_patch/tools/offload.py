@@ -1,4 +1,4 @@
-"""The line to type for a model that may be larger than the GPU: ``nf4-patch doctor --offload MODEL``."""
+"""Whether a model fits on a GPU, estimated from its configuration: for ``nf4-patch doctor --offload`` and ``--measure``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from ..offload import planning
 from .advice import EXPERTS, FAST
+from .report import NotAvailable
+from .step import shortened
 
 RANK, TOKENS = 16, 2048  # of the training that is estimated
 TRAINED = 6  # bytes per trained weight: in bf16 with its gradient, and two moments of 8 bits
@@ -71,17 +73,48 @@ def sizes_of(model: Any) -> Sizes:
     return Sizes(layers, int(MARGIN * (rest + TRAINED * trained + inputs + activations)), mixture)
 
 
+def configuration(name: str) -> Any:
+    """Return the configuration of a model, given as a name or a folder.
+
+    Raises:
+        NotAvailable: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise NotAvailable(f"transformers cannot read the configuration of {name}: {reason}") from error
+
+
+def on_meta(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def layers_that_fit(whole: Any, name: str, most: int) -> int:
+    """Return how many layers fit into the free memory, where they are built in 16 bits."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
+    for layers in range(min(most, whole.num_hidden_layers), 0, -1):
+        model = on_meta(shortened(whole, layers))
+        sizes = sizes_of(model)
+        if sizes.is_mixture:
+            raise NotAvailable(f"{name} is a mixture of experts. --measure needs a dense model")
+        if 2 * sum(parameter.numel() for parameter in model.parameters()) + sizes.others <= free:
+            return layers
+    raise NotAvailable(f"not even one layer of {name} fits into the {free / 2**30:.1f} GiB that are free on this GPU")
+
+
 def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
     """Say what to type for a model, given as a name or a folder.
 
     Args:
         gpus: index and bytes of each GPU.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(name)
-    with torch.device("meta"):
-        sizes = sizes_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    sizes = sizes_of(on_meta(configuration(name)))
     yield (
         f"{name}: {sizes.layers.total() / GB:.1f} GB of packed weights in {len(sizes.layers)} layers, and about "
         f"{sizes.others / GB:.1f} GB for all else in a step of {TOKENS:,} tokens, with LoRA r = {RANK} on all linear layers, 8-bit "

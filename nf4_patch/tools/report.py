@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -122,3 +123,16 @@ def answer(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def driver() -> str:
+    """Return the release of NVIDIA's driver, or ""."""
+    return answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def issues() -> str:
+    """Return the address of the project's issues, or words while pyproject.toml has no address."""
+    urls: list[str] = []
+    if release_of("nf4-patch"):
+        urls = importlib.metadata.metadata("nf4-patch").get_all("Project-URL") or []
+    return next((url.partition(", ")[2] for url in urls if url.startswith("Issues, ")), "an issue of this project")

@@ -120,10 +120,14 @@ def test_a_layer_of_a_library_that_warns():
             layer.mlp.act_fn = graphed.REMOTE.Warning()
         return model
 
-    vars(graphed.REMOTE).pop("__warningregistry__", None)
+    def step_of(model, optimizer, step):
+        if step == EAGER:  # the warm-up gives the first warning
+            vars(graphed.REMOTE).pop("__warningregistry__", None)
+        return graphed.one_step(model, optimizer, step)
+
     with warnings.catch_warnings():
-        warnings.filterwarnings("default", "an activation warns")
-        found = compared(make)
+        warnings.filterwarnings("ignore", "an activation warns")
+        found = compared(make, step_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == LAYERS * (STEPS - EAGER)
 
 

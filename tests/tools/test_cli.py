@@ -135,7 +135,7 @@ def rows(*states, note="why"):
 CONCLUSIONS = [
     ({}, READY, ["the kernel would run"]),
     ({"gpus": [gpu(), gpu(failures=["float16: ptxas died"])]}, NOT_READY, ["GPU 0 (a GPU) runs the original: float16: ptxas died"]),
-    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 has not been measured. Run `python -m benchmarks.step`"]),
+    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 has not been measured. Run `nf4-patch doctor --measure`"]),
     ({"targets": rows(State.OFF)}, NOT_READY, ["why keeps the patch off"]),
     ({"targets": rows(State.PATCHED, State.REFUSED)}, NOT_READY, [f"{TARGETS[1].name} is not patched: why"]),
     ({"targets": rows(*[State.REFUSED] * 2, note="import x fails: no")}, NOT_READY, ["import x fails: no"]),

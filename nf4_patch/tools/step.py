@@ -1,0 +1,160 @@
+"""A QLoRA training step on random 4-bit weights, and its GPU time: for ``nf4-patch doctor --measure`` and benchmarks.
+
+Adapters are in 16 bits under autocast, as in TRL.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from ..version import release_of
+
+RANK = 16  # of LoRA
+VOCABULARY = 16_032  # of Llama-3.1-8B with 4 of 32 layers; larger tokens do not occur in a step
+ROUNDING = 2**-7  # relative rounding of losses in bf16
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def training_dtype() -> torch.dtype:
+    """Return bf16, or fp16 on a GPU before sm_80 (such as a T4), where PyTorch emulates bf16."""
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+def build_4bit(config: Any, device: Any = "cuda") -> Any:
+    """Build a causal model with random weights, in NF4 with double quantization.
+
+    All linear layers except the head become bitsandbytes' Linear4bit. Experts are packed by bitsandbytes'
+    ``replace_parameter_4bit``.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Linear and name != "lm_head":
+                sizes = child.in_features, child.out_features, child.bias is not None
+                packed = Linear4bit(*sizes, compute_dtype=config.dtype, device="meta", **options)
+                packed.weight = Params4bit(child.weight.data, requires_grad=False, module=packed, **options)
+                packed.bias = child.bias
+                setattr(module, name, packed.to(device))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 3:  # the weights of all experts
+                from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+                replace_parameter_4bit(module, name, compress_statistics=True)
+    model.is_loaded_in_4bit = True  # peft checks this
+    return model
+
+
+def shortened(whole: Any, layers: int) -> Any:
+    """Return the configuration with fewer layers, and with a vocabulary that is smaller in the same proportion."""
+    config = copy.deepcopy(whole)
+    config.num_hidden_layers, config.vocab_size = layers, max(8, whole.vocab_size * layers // whole.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    config.pad_token_id, config.dtype = None, training_dtype()
+    return config
+
+
+def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **options: Any) -> Any:
+    """Build a model with random NF4 weights and LoRA on ``targets``, in the config's dtype. ``options`` go to LoraConfig."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build_4bit(config, "cuda" if torch.cuda.is_available() else "cpu")
+    # prepare_model_for_kbit_training is not used, because its fp32 head would dominate the step.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.config.use_cache = False
+    modules = targets if isinstance(targets, str) else list(targets)
+    model = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=modules, task_type="CAUSAL_LM", **options)
+    )
+    for parameter in trained(model):  # as TRL's SFTTrainer does for a 4-bit model
+        parameter.data = parameter.data.to(config.dtype)
+    return model
+
+
+def with_liger(model: Any) -> str:
+    """Apply Liger's kernels, as transformers' Trainer does, and say so. Without Liger, or for an unknown model, do nothing."""
+    if not release_of("liger_kernel") or not torch.cuda.is_available():
+        return "without Liger"
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    _apply_liger_kernel_to_instance(model=model.get_base_model())
+    return "Liger on all sides" if model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else "without Liger"
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def reset(model: Any) -> list[torch.nn.Parameter]:
+    """Put the model in training mode, set its adapters to fixed random numbers and return them.
+
+    The numbers are the same in every dtype, up to rounding.
+    """
+    model.train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained(model):  # peft initializes B to zero, so adapters would not affect the loss
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    return trained(model)
+
+
+class Step:
+    """A training step on ``size`` (batch, length) fixed tokens."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: tuple[int, int], autocast: bool = True):
+        generator = torch.Generator().manual_seed(size[0] * size[1])
+        self.tokens = torch.randint(3, min(VOCABULARY, model.config.vocab_size), size, generator=generator).to(
+            model.device
+        )
+        self.model, self.optimizer, self.autocast = model, optimizer, autocast
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.tokens.device.type, training_dtype(), enabled=self.autocast):
+            loss: torch.Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def synchronize() -> None:
+    """Synchronize the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Return (name, milliseconds) of each kernel and copy that a call launches, from PyTorch's profiler."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()  # .events() would build a tree, which takes 0.3 s per step
+    on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
+    return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]
+
+
+def processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
