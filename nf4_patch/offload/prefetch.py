@@ -81,6 +81,7 @@ class Prefetcher:
         self.before: Reference = no_block
         self.now: Reference = no_block
         self.fetches = self.late = 0
+        self.seen: dict[Reference, None] = {}  # blocks that were read since ``allow``, in order
 
     def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
@@ -92,6 +93,7 @@ class Prefetcher:
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         address = fingerprint[0]
         with self.lock:
+            self.seen[reference] = None
             resident = self.resident.get(reference)
             if resident is None and self.buffers[1].block is reference:
                 self.buffers.reverse()
@@ -142,9 +144,14 @@ class Prefetcher:
             if runtime.is_capturing():  # The copy stream must not wait for a stream that is captured. Keep the copies.
                 return
             self.free_resident()
-            held = [block for block in living() if block.device == self.device]
-            stays = spread([block.size for block in held], budget)
-            self.resident = {weakref.ref(block): None for block, stay in zip(held, stays, strict=True) if stay and block.size}
+            seen = self.read_blocks()
+            stays = spread([block.size for block in seen], budget)
+            self.resident = {weakref.ref(block): None for block, stay in zip(seen, stays, strict=True) if stay}
+            self.seen.clear()
+
+    def read_blocks(self) -> list[HostBlock]:
+        """Return the blocks that were read since ``allow``. An idle model gets no memory."""
+        return [block for reference in list(self.seen) if (block := reference()) is not None]
 
     def free_resident(self, freed: bool = False) -> None:
         """Free the resident copies. ``freed``: only those of blocks that were freed."""
@@ -305,11 +312,8 @@ def allow(budget: int) -> None:
 
 
 def wants() -> int:
-    """Return the most bytes in host memory for one GPU."""
-    sizes = Counter[torch.device]()
-    for block in living():
-        sizes[block.device] += block.size
-    return max(sizes.values(), default=0)
+    """Return the most bytes that were read from host memory on one GPU since ``allow``."""
+    return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
 
 
 # Layers come before activations and the weight cache: docs/offload.md compares what a GiB of each saves.
