@@ -92,9 +92,9 @@ def kept() -> list[int]:
 
 
 def logits(model: Any, tokens: int = 24) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.train()(input_ids=ids_of(tokens)).logits
-        return found
+    """With gradients, because few rows without them are read by bitsandbytes."""
+    found: torch.Tensor = model.train()(input_ids=ids_of(tokens)).logits
+    return found.detach()
 
 
 class Training:
@@ -323,12 +323,10 @@ def test_no_room_for_the_copy_of_a_further_layer(folder, patched, gpu, monkeypat
 
     monkeypatch.setattr(prefetch.Prefetcher, "keep", keep)
     ours, theirs = Training(model), Training(other)
-    torch.manual_seed(1)
     ours.steps(10)
-    torch.manual_seed(1)
+    assert failed == [block_size(model)] * 2 and len(kept()) == 3
     theirs.steps(10)
     assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
-    assert failed == [block_size(model)] * 2 and len(kept()) == 3
 
 
 # --- writes, models, captures ---
