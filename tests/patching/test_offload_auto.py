@@ -344,7 +344,7 @@ def test_a_write_is_seen(folder, patched, gpu):
     before = logits(model)
     for number, through in enumerate((lambda p: p, lambda p: p.data)):
         for each in (model, resident):
-            packed, state = packed_of(each)["base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight"]
+            packed, _ = packed_of(each)["base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight"]
             with torch.no_grad():
                 through(packed).copy_(packed.flip(0))
         if number:  # a write through ``data`` raises no version counter
@@ -416,7 +416,7 @@ def test_a_model_moved_away_frees_its_copies(folder, patched, gpu):
     before, want = LAYERS * block_size(model), logits(model)
     assert prefetch.taken[CPU] == before
     layer = model.get_base_model().model.layers[2]
-    for name, module in layer.named_modules():
+    for module in layer.modules():
         if hasattr(module, "base_layer") and hasattr(module.base_layer.weight, "quant_state"):
             weight = module.base_layer.weight
             weight.data = weight.data.clone()
