@@ -12,6 +12,7 @@ import pytest
 import torch
 from host_memory import Cuda
 from offloaded import (
+    Training,
     all_in_host,
     counts,
     dense_model,
@@ -95,24 +96,6 @@ def logits(model: Any, tokens: int = 24) -> torch.Tensor:
     """With gradients, because few rows without them are read by bitsandbytes."""
     found: torch.Tensor = model.train()(input_ids=ids_of(tokens)).logits
     return found.detach()
-
-
-class Training:
-    """Steps of one optimizer."""
-
-    def __init__(self, model: Any):
-        self.model = model.train()
-        self.optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
-        self.losses: list[torch.Tensor] = []
-
-    def steps(self, count: int = 1, tokens: int = 24) -> None:
-        for _ in range(count):
-            ids = ids_of(tokens)
-            loss = self.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.losses.append(loss.detach())
 
 
 # --- which layers stay ---
