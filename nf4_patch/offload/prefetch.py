@@ -134,9 +134,12 @@ class Prefetcher:
         """Make a resident copy of the block."""
         buffer = Buffer()
         self.fetch(buffer, block, ahead=True)
-        assert buffer.memory is not None
         self.resident[reference] = buffer
-        taken[self.index] += buffer.memory.nbytes
+        self.count()
+
+    def count(self) -> None:
+        held = [each.memory for each in list(self.resident.values()) if each is not None]
+        taken[self.index] = sum(memory.nbytes for memory in held if memory is not None)
 
     def allow(self, budget: int) -> None:
         """Free all resident copies, and choose the blocks that get one at their next read, in at most ``budget`` bytes."""
@@ -160,8 +163,8 @@ class Prefetcher:
                 continue
             self.resident[reference] = None
             if buffer is not None:
-                taken[self.index] -= 0 if buffer.memory is None else buffer.memory.nbytes
                 self.free(buffer)
+        self.count()
 
     def following(self, block: HostBlock) -> HostBlock | None:
         """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
@@ -296,6 +299,8 @@ def block_freed(device: torch.device) -> None:
     if prefetcher is not None:
         with prefetcher.lock:
             prefetcher.free_resident(freed=True)
+            for reference in [each for each in list(prefetcher.seen) if each() is None]:
+                prefetcher.seen.pop(reference, None)
         if all(block.device != device for block in living()):
             prefetcher.clear()
 
