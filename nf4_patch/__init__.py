@@ -94,8 +94,8 @@ def enable(
             bit-identical. "off", the default, runs peft's code.
         offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB of
             memory on each GPU, in models loaded from now on. The other layers wait in pinned host memory and are
-            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "off", the
-            default, keeps all packed weights on the GPU.
+            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "auto" also
+            keeps the layers for which training leaves memory free. "off", the default, keeps all packed weights on the GPU.
         graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
             training with gradient checkpointing, and in generation with transformers' static cache. Results are
             bit-identical. "off", the default, runs the layers eagerly.
@@ -132,14 +132,17 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight and CUDA graph. Their memory returns to PyTorch as soon as nothing uses it.
+    """Drop every cached weight, CUDA graph and copy of an offloaded weight. Their memory returns to PyTorch as soon as nothing uses it.
 
-    A write through ``parameter.data`` or a raw pointer does not raise the weight's version counter, so the cache cannot
-    notice it. Call this function after such a write. The cache stays on and fills again.
+    A write through ``parameter.data`` or a raw pointer does not raise the weight's version counter, so the cache and
+    ``offload`` cannot notice it. Call this function after such a write. Both stay on, and copy the weights again.
     """
     store = sys.modules.get(f"{__name__}.cache.store")  # not imported here, because it imports torch
     if store is not None:
         store.cache.release()
+    prefetch = sys.modules.get(f"{__name__}.offload.prefetch")
+    if prefetch is not None:
+        prefetch.release()
     layers = sys.modules.get(f"{__name__}.graphs.layers")
     if layers is not None:
         layers.graphs.forget()

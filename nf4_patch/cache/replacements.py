@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memory.spare import spare
 from ..patching.replacement import Fallbacks, Function, instead, replacement_of
 from ..patching.target import Target
 from .store import cache
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that ``cache="auto"`` gets the size of ``A``."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that the users of spare memory get the size of ``A``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if cache.auto is not None and len(args) > 1:
-            cache.auto.observe(args[1])
+        if spare.users and len(args) > 1:
+            spare.observe(args[1])
         return original(*args, **kwargs)
 
     return replacement_of(target, original, Fallbacks(target.name), instead(forward))

@@ -227,7 +227,7 @@ class Spare:
         for user in self.users:
             user.share = min(rest, user.wants())
             rest -= user.share
-        self.users[0].share += rest
+        next((user for user in reversed(self.users) if user.share), self.users[0]).share += rest
         # PyTorch's unused blocks are freed first. A cached weight could take part of a block that training needs whole.
         runtime.empty_cache()
         for user in self.users:

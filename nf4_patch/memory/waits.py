@@ -14,5 +14,6 @@ class Waits(enum.Enum):
     MEMORY = "only {0} MiB were free on device {1}"
     OUT_OF_MEMORY = "a weight could not be decoded, because the GPU was out of memory"
     OTHER_PROCESS = "another process uses device {0}"
+    MODEL = "a model was loaded"
     OTHER_OPTION = "another option shares the memory"
     MARGIN = "no more than the margin was free at the largest batch so far"

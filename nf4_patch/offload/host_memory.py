@@ -117,8 +117,8 @@ Reference = Callable[[], HostBlock | None]  # a weak reference
 # ``blocks`` maps the address of each tensor in host memory to its HostBlock. The address identifies the tensor, because
 # no other tensor can have the address while the HostBlock lives.
 blocks: dict[int, Reference] = {}
-# When the last host block of a GPU was freed, each of these functions is called with that GPU.
-on_last_block_freed: list[Callable[[torch.device], None]] = []
+# When a host block of a GPU was freed, each of these functions is called with that GPU.
+on_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
@@ -143,8 +143,9 @@ def no_block() -> None:
     """Stand for "no block", as a weak reference to a freed block does."""
 
 
-def living() -> set[HostBlock]:
-    return {block for reference in list(blocks.values()) if (block := reference()) is not None}
+def living() -> list[HostBlock]:
+    """Return all host blocks, in the order of their creation."""
+    return list(dict.fromkeys(block for reference in list(blocks.values()) if (block := reference()) is not None))
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
@@ -153,6 +154,5 @@ def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device,
         blocks.pop(address, None)
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
-        if all(block.device != device for block in living()):
-            for call in on_last_block_freed:
-                call(device)
+        for call in on_block_freed:
+            call(device)

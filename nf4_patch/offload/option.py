@@ -1,10 +1,14 @@
-"""The option ``offload="6GiB"``: packed weights take at most 6 GiB of each GPU, and the rest is kept in host memory."""
+"""The options ``offload="6GiB"`` and ``offload="auto"``: packed weights take at most 6 GiB, or the spare memory, of each GPU.
+
+The rest is kept in host memory.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 
+from ..memory.waits import Waits
 from ..patching.option import Option, size_in_words
 
 
@@ -12,17 +16,22 @@ from ..patching.option import Option, size_in_words
 class OffloadStatus:
     """Part of ``status()`` for one GPU: the models with packed weights in host memory."""
 
-    resident: int = 0  # bytes of packed weights of layers on the GPU, including the prefetch buffers
+    resident: int = 0  # bytes of packed weights of layers on the GPU, including prefetch buffers and resident copies
     in_host: int = 0  # bytes of packed weights in host memory
     fetches: int = 0  # copies of a layer to the GPU
     late: int = 0  # fetches without a prefetch: the copy started only when the layer was read
+    layers: int = 0  # with offload="auto": decoder layers with packed weights in host memory
+    kept: int = 0  # of these layers, those that spare memory keeps a copy of on the GPU
+    waits: str = ""  # with offload="auto" and no budget yet: why (a name in Waits)
+    numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:
         resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
-        return (
+        line = (
             f"{in_host} of packed weights in host memory, {resident} on the GPU; {self.fetches} fetches, "
             f"{self.late} of them late"
         )
+        return f"{line}; {self.kept} of {self.layers} layers stay on the GPU" if self.layers else line
 
 
 def report(mode: str | int) -> dict[str, OffloadStatus]:
@@ -32,14 +41,20 @@ def report(mode: str | int) -> dict[str, OffloadStatus]:
 
 
 def lines(offload: dict[str, OffloadStatus]) -> list[str]:
-    return [f"offload, {device}: {found}" for device, found in offload.items()]
+    found = []
+    for device, status in offload.items():
+        found.append(f"offload, {device}: {status}")
+        if status.waits:
+            why = Waits[status.waits].value.format(*status.numbers)
+            found.append(f"  no further layers stay on the GPU until two more training steps: {why}")
+    return found
 
 
 OFFLOAD = Option(
-    "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
+    "NF4_PATCH_OFFLOAD", ("off", "auto", "all"), "off",
     "Packed weights of layers wait in host memory and are prefetched, with bit-identical results. A size limits the packed weights "
-    "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded "
-    "afterwards.",
+    "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. auto: memory that the training "
+    "leaves free holds further layers. It applies to models loaded afterwards.",
     size=True, on="6GiB",
     report=report, lines=lines,
 )  # fmt: skip

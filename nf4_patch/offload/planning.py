@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..memory.spare import spare
+from ..memory.waits import Waits
 from ..patching.counters import warn_once
 from ..patching.option import ConfigError, size_in_words
 from ..patching.switch import switch
@@ -38,6 +40,19 @@ def packed_size(elements: int, nested: bool) -> int:
     """Return the bytes of a packed weight with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
+
+
+def spread(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Return which layers of these sizes stay on the GPU: layers of at most ``budget`` bytes in total, spread evenly.
+
+    While such a layer computes, the copy of an offloaded layer has time to finish.
+    """
+    total, share, stays = sum(sizes), 0, []
+    for size in sizes:
+        share += budget * size
+        stays.append(share >= total * size)
+        share -= total * size * stays[-1]
+    return stays
 
 
 def free_memory(root: Path = Path("/")) -> float:
@@ -103,14 +118,9 @@ def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
                 f"offload={size_in_words(int(budget))!r} is too small for the two prefetch buffers on {device}, which hold the "
                 f'packed weights of one layer each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
             )
-        share, resident, here = 0, total, list[tuple[Place, int]]()
-        # Spread the layers that stay on the GPU evenly. While such a layer computes, the copy of an offloaded layer has
-        # time to finish.
-        for layer, size in sizes.items():
-            share += on_gpu * size
-            if share >= total * size:
-                share -= total * size
-            else:
+        resident, here = total, list[tuple[Place, int]]()
+        for (layer, size), stays in zip(sizes.items(), spread(list(sizes.values()), on_gpu), strict=True):
+            if not stays:
                 here.append(((layer, device), size + tensors[layer] * ALIGNMENT))
                 resident -= size
         wanted += total - resident
@@ -121,6 +131,7 @@ def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
             f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free (also counting the container's limit). "
             f"To go on, {ADVICE}"
         )
+    spare.give_back(Waits.MODEL)  # Loading needs memory, and the next budget counts the new model's layers.
     pinned: dict[Place, HostBlock] = {}
     for here, resident in zip(chosen, residents, strict=True):
         for place, size in here:

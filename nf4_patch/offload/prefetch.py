@@ -1,17 +1,22 @@
 """Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
-The copies run on a separate CUDA stream, into two buffers per GPU in turn.
+The copies run on a separate CUDA stream, into two buffers per GPU in turn. With ``offload="auto"``, spare memory holds resident
+copies of further layers. The weights themselves stay in host memory, so a resident copy can be freed at any time.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..memory.spare import User, spare
+from ..memory.waits import Waits
+from ..nf4 import runtime
 from ..nf4.weight import LIMIT, PackedWeight
 from ..patching import dequantizer
 from ..patching.context import watched
@@ -21,8 +26,10 @@ from ..patching.switch import switch
 from . import host_memory
 from .host_memory import Fingerprint, HostBlock, Reference, blocks, living, no_block
 from .option import OffloadStatus
+from .planning import spread
 
 gate = switch.gates["offload"]
+taken: Counter[int] = Counter()  # bytes of resident copies, by device
 
 
 class Buffer:
@@ -60,28 +67,37 @@ class Buffer:
 
 
 class Prefetcher:
-    """Buffers, copy stream and reading order of one GPU."""
+    """Buffers, copy stream, resident copies and reading order of one GPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
         self.stream = host_memory.cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # The buffer that was read most recently comes first.
+        self.index = torch.empty(0, device=device).get_device()
+        # The resident copy of each block that ``allow`` chose, or None until the block is read
+        self.resident: dict[Reference, Buffer | None] = {}
         # ``now`` is the block that was read most recently, and ``before`` the block that was read before ``now``. Both
         # are weak references, because a block must be freed together with its tensors.
         self.before: Reference = no_block
         self.now: Reference = no_block
         self.fetches = self.late = 0
+        self.seen: dict[Reference, None] = {}  # blocks that were read since ``allow``, in order
 
     def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Return ``run(copy)`` for the weight's copy in a prefetch buffer, which is made now if there is none. None: a slice."""
+        """Return ``run(copy)`` for the weight's resident copy, or for its copy in a prefetch buffer, which is made now if there is none.
+
+        None: a slice.
+        """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         address = fingerprint[0]
         with self.lock:
-            if self.buffers[1].block is reference:
+            self.seen[reference] = None
+            resident = self.resident.get(reference)
+            if resident is None and self.buffers[1].block is reference:
                 self.buffers.reverse()
-            buffer = self.buffers[0]
+            buffer = resident or self.buffers[0]
             if buffer.block is not reference:
                 if block.part(weight[0]) is None:
                     return None
@@ -94,16 +110,61 @@ class Prefetcher:
                     return None
                 self.refresh(buffer, weight, block)
                 block.fingerprints[address] = buffer.fingerprints[address] = fingerprint
-            if reference is not self.now:  # Start the prefetch before ``wait_event``, so that the copy starts at once.
+            # Resident blocks are not part of the order, so that the copy of the next block starts before they compute.
+            if resident is None and reference is not self.now:
+                # Start the prefetch before ``wait_event``, so that the copy starts at once.
                 following = self.following(block)
-                if following is not None and self.buffers[1].block is not weakref.ref(following):
+                if following is not None and not self.holds(weakref.ref(following)):
                     self.fetch(self.buffers[1], following, ahead=True)
             handle = host_memory.cuda.handle(self.device.index)
             if handle not in buffer.streams:
                 stream = host_memory.cuda.current_stream(self.device)
                 stream.wait_event(buffer.arrived)
                 buffer.streams[handle] = stream
-            return run(buffer.copy_of(weight, reference, block))
+            result = run(buffer.copy_of(weight, reference, block))
+            if resident is None and reference in self.resident:
+                self.keep(reference, block)
+            return result
+
+    def holds(self, reference: Reference) -> bool:
+        """Return whether the block is resident, or in the buffer for the next block."""
+        return self.buffers[1].block is reference or self.resident.get(reference) is not None
+
+    def keep(self, reference: Reference, block: HostBlock) -> None:
+        """Make a resident copy of the block."""
+        buffer = Buffer()
+        self.fetch(buffer, block, ahead=True)
+        self.resident[reference] = buffer
+        self.count()
+
+    def count(self) -> None:
+        held = [each.memory for each in list(self.resident.values()) if each is not None]
+        taken[self.index] = sum(memory.nbytes for memory in held if memory is not None)
+
+    def allow(self, budget: int) -> None:
+        """Free all resident copies, and choose the blocks that get one at their next read, in at most ``budget`` bytes."""
+        with self.lock:
+            if runtime.is_capturing():  # The copy stream must not wait for a stream that is captured. Keep the copies.
+                return
+            self.free_resident()
+            seen = self.read_blocks()
+            stays = spread([block.size for block in seen], budget)
+            self.resident = {weakref.ref(block): None for block, stay in zip(seen, stays, strict=True) if stay}
+            self.seen.clear()
+
+    def read_blocks(self) -> list[HostBlock]:
+        """Return the blocks that were read since ``allow``. An idle model gets no memory."""
+        return [block for reference in list(self.seen) if (block := reference()) is not None]
+
+    def free_resident(self, freed: bool = False) -> None:
+        """Free the resident copies. ``freed``: only those of blocks that were freed."""
+        for reference, buffer in list(self.resident.items()):
+            if freed and (reference() is not None or runtime.is_capturing()):
+                continue
+            self.resident[reference] = None
+            if buffer is not None:
+                self.free(buffer)
+        self.count()
 
     def following(self, block: HostBlock) -> HostBlock | None:
         """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
@@ -160,7 +221,9 @@ class Prefetcher:
         buffer.memory, buffer.views = None, {}
 
     def clear(self) -> None:
+        """Free all copies. Blocks that ``allow`` chose get a resident copy again at their next read."""
         with self.lock:
+            self.free_resident()
             for buffer in self.buffers:
                 self.free(buffer)
 
@@ -183,6 +246,12 @@ class Prefetch(dequantizer.Prefetch):
         if fingerprint is None or host_memory.cuda.is_captured(weight[0].get_device()):
             return None
         prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
+        try:
+            return prefetcher.read(weight, fingerprint, block, run)
+        except torch.OutOfMemoryError:
+            if not taken[prefetcher.index]:
+                raise
+        spare.give_back(Waits.OUT_OF_MEMORY)
         return prefetcher.read(weight, fingerprint, block, run)
 
 
@@ -208,30 +277,70 @@ def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
 def snapshot() -> dict[str, OffloadStatus]:
     """Return the offload status by GPU."""
     found, held = {}, living()
+    auto = user in spare.users
+    waits, numbers = (spare.why.name, spare.numbers) if auto and spare.waits else ("", ())
     for device, prefetcher in (dict.fromkeys(block.device for block in held) | prefetchers).items():
         here = [block for block in held if block.device == device]
+        kept = [each for each in list(prefetcher.resident.values()) if each is not None] if prefetcher else []
         resident = sum(block.resident for block in here)
         resident += sum(
-            0 if each.memory is None else each.memory.nbytes for each in (prefetcher.buffers if prefetcher else ())
+            0 if each.memory is None else each.memory.nbytes
+            for each in ([*prefetcher.buffers, *kept] if prefetcher else ())
         )
-        counts = (prefetcher.fetches, prefetcher.late) if prefetcher else ()
-        found[str(device)] = OffloadStatus(resident, sum(sum(block.sizes.values()) for block in here), *counts)
+        counts = (prefetcher.fetches, prefetcher.late) if prefetcher else (0, 0)
+        in_host = sum(sum(block.sizes.values()) for block in here)
+        layers = len(here) if auto else 0
+        found[str(device)] = OffloadStatus(resident, in_host, *counts, layers, len(kept), waits, numbers)
     return found
 
 
-def free_buffers(device: torch.device) -> None:
-    if device in prefetchers:
-        prefetchers[device].clear()
-
-
-def follow(_config: Any) -> None:
-    """Free all prefetch buffers if ``offload`` is off. ``switch`` calls this at every change of the configuration."""
-    dequantizer.prefetch.on = gate.on
-    if not gate.on:
-        for prefetcher in prefetchers.values():
+def block_freed(device: torch.device) -> None:
+    prefetcher = prefetchers.get(device)
+    if prefetcher is not None:
+        with prefetcher.lock:
+            prefetcher.free_resident(freed=True)
+            for reference in [each for each in list(prefetcher.seen) if each() is None]:
+                prefetcher.seen.pop(reference, None)
+        if all(block.device != device for block in living()):
             prefetcher.clear()
 
 
-host_memory.on_last_block_freed.append(free_buffers)
+def release() -> None:
+    """Free all copies of packed weights, so that the next reads copy them from host memory again."""
+    for prefetcher in list(prefetchers.values()):
+        prefetcher.clear()
+
+
+def allow(budget: int) -> None:
+    for prefetcher in list(prefetchers.values()):
+        prefetcher.allow(budget)
+
+
+def wants() -> int:
+    """Return the most bytes that were read from host memory on one GPU since ``allow``."""
+    return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
+
+
+# Layers come before activations and the weight cache: docs/offload.md compares what a GiB of each saves.
+user = User(-1, allow, taken, wants=wants)
+
+
+def follow(_config: Any) -> None:
+    """Follow ``offload``: share spare memory only with "auto", and free all copies if it is off.
+
+    ``switch`` calls this at every change of the configuration.
+    """
+    dequantizer.prefetch.on = gate.on
+    auto = switch.value("offload") == "auto"
+    if auto and user not in spare.users:
+        spare.join(user)
+    elif not auto and user in spare.users:
+        spare.leave(user)
+        allow(0)
+    if not gate.on:
+        release()
+
+
+host_memory.on_block_freed.append(block_freed)
 dequantizer.prefetch = Prefetch()
 switch.follow(follow)

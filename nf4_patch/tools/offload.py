@@ -131,3 +131,5 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
             f'  GPU {index}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
             f"{host / GB:.1f} GB of host memory, of which {planning.free_memory() / GB:.1f} GB are free"
         )
+        if 0 < host < sizes.layers.total():
+            yield f'    or offload="auto", which finds the size in training; {sizes.layers.total() / GB:.1f} GB of host memory'

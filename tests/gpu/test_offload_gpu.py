@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded import (
+    Training,
     all_in_host,
     counts,
     dense,
@@ -33,6 +34,7 @@ from threads import together
 from tiny_experts import CHECKPOINTING, STACKS, experts_of, random_model, saved, with_lora
 
 import nf4_patch
+from nf4_patch.memory import spare as memory
 from nf4_patch.offload import host_memory, prefetch
 
 pytestmark = pytest.mark.gpu
@@ -412,6 +414,80 @@ def test_dense_readers(dense_folders, tmp_path):
     moved = again.cpu().cuda()
     gc.collect()
     assert none_in_host(moved) and torch.equal(logits(moved), logits(merged[0]))
+
+
+# --- offload="auto" ---
+
+
+@pytest.fixture
+def margin(monkeypatch):
+    """A margin of 64 MiB, so that the capped memory is a matter of layers."""
+    monkeypatch.setattr(memory, "MARGIN", 2**26)
+    monkeypatch.setattr(memory, "MARGIN_PART", 0)
+    yield memory.MARGIN
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def cap(size):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layers", [0, 3, DENSE_LAYERS])
+def test_spare_memory_holds_layers(dense_folders, margin, options, layers):
+    """The cap leaves room for about this many layers. The steps are those of the resident model."""
+    found = []
+    for where in ("off", "all", "auto"):
+        model = with_lora_on_all(
+            dense_of(dense_folders["real"], where, **OPTIONS[options] | {"cache": "off"}), lora_dropout=0.1
+        )
+        torch.manual_seed(0)
+        torch.cuda.empty_cache()
+        found.append(train(model, STEPS, CHECKPOINTING["recomputed"], 1024))
+        needed = torch.cuda.memory_reserved()
+        if where == "all":
+            size = max(block.size for block in host_memory.living())
+            cap(needed + margin + int((layers + 0.5) * size))
+        if where != "auto":
+            del model
+            gc.collect()
+    assert same_steps(found[1], found[0]) and same_steps(found[2], found[0])
+    known = counts()
+    print(f"\n{options}, room for {layers}: {known}")
+    assert all_in_host(model) and known.in_host == sum(sizes_of(model))
+    assert known.kept * size == prefetch.taken[0]
+    if options != "fast":  # where kept activations counted as needed
+        assert abs(known.kept - layers) <= 1
+    nf4_patch.release()
+    assert prefetch.taken[0] == 0
+
+
+def test_layers_are_given_back_before_a_larger_batch(dense_folders, margin):
+    """The larger batch does not fit beside the resident layers."""
+    found, size = [], 0
+    for where in ("off", "all", "auto"):
+        training = Training(with_lora_on_all(dense_of(dense_folders["real"], where)))
+        torch.cuda.empty_cache()
+        training.steps(5, 256)
+        small = torch.cuda.memory_reserved()
+        if where == "auto":
+            assert counts().kept == DENSE_LAYERS and prefetch.taken[0] == DENSE_LAYERS * size
+        training.steps(1, 2048)
+        if where == "auto":
+            assert counts().kept == 0 and counts().waits == "BATCH"
+        training.steps(3, 2048)
+        if where == "all":
+            size, large = max(block.size for block in host_memory.living()), torch.cuda.memory_reserved()
+            assert large > small + margin + (DENSE_LAYERS // 2) * size
+            cap(large + (DENSE_LAYERS // 2) * size)
+        training.steps(4, 256)
+        found.append(torch.stack(training.losses))
+        del training
+        gc.collect()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert prefetch.taken[0] == 0
 
 
 # --- processes ---

@@ -96,6 +96,24 @@ def train(
     return torch.stack(losses), [value.detach() for value in adapters_of(model).values()]
 
 
+class Training:
+    """Steps of one optimizer, with losses."""
+
+    def __init__(self, model: Any):
+        self.model = model.train()
+        self.optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
+        self.losses: list[torch.Tensor] = []
+
+    def steps(self, count: int = 1, tokens: int = 24) -> None:
+        for _ in range(count):
+            ids = ids_of(tokens)
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+
+
 def same_steps(ours: Any, others: Any) -> bool:
     return torch.equal(ours[0], others[0]) and all(map(torch.equal, ours[1], others[1]))
 

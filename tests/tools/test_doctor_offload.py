@@ -33,6 +33,15 @@ def test_the_line_for_a_gpu(gpu, offload):
         assert 2 * GB < size <= gpu * GB - module.CUDA_BYTES - sizes.others and host == 12 * GB - size
 
 
+def test_doctor_names_auto_where_a_size_would_do(tmp_path, monkeypatch):
+    random_model("qwen3").config.save_pretrained(tmp_path)
+    sizes = module.Sizes(module.Counter({f"layers.{n}": GB for n in range(10)}), int(1.4 * GB), False)
+    monkeypatch.setattr(module, "sizes_of", lambda model: sizes)
+    _, small, middle, auto, large = module.lines(str(tmp_path), [(0, 4 * GB), (1, 7 * GB), (2, 12 * GB)])
+    assert 'offload="all"' in small and 'offload="4.5GiB"' in middle and "offload" not in large
+    assert auto == '    or offload="auto", which finds the size in training; 10.0 GB of host memory'
+
+
 def test_what_doctor_says(tmp_path, monkeypatch):
     random_model("qwen3").config.save_pretrained(tmp_path)
     monkeypatch.setattr(planning, "free_memory", lambda: 5 * GB)

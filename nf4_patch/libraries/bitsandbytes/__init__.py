@@ -57,8 +57,8 @@ LIBRARY = Library(
         Target(
             f"{AUTOGRAD}:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
             (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.replacements:observed",
-            'the size of each batch, for cache="auto", with enable(cache=...) only',
-            option="cache", uncounted="it only observes",
+            'the size of each batch, for cache="auto" and offload="auto", with enable(cache=...) or enable(offload=...) only',
+            option="cache", or_option="offload", uncounted="it only observes",
         ),
     ),
     modules={"4-bit functions": FUNCTIONS, "4-bit layers": LAYERS, "4-bit autograd": AUTOGRAD, "4-bit parametrization": PARAMETRIZE},

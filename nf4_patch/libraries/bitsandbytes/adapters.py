@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cache.store import cache
 from ...matmul.product import FusedMatmul, multiplied_first
+from ...memory.spare import spare
 from ...nf4.weight import PackedWeight
 from ...patching.context import casts
 from ...patching.counters import warn_once
@@ -78,8 +78,8 @@ def dequant_linear(target: Target, original: Function) -> Function:
             if type(result) is not Reason:
                 return result
             missed = result
-        if cache.auto is not None:
-            cache.auto.observe(A)
+        if spare.users:
+            spare.observe(A)
         weight = dequantizer.run(packed, None, False, True)
         if type(weight) is Reason:
             return cpu_packing_or(weight, absmax)

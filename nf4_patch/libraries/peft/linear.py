@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.store import cache
 from ...lora.function import Adapter, Factors, LoraProduct, WideFactors, cast
 from ...lora.launch import supports
 from ...lora.recompute import decisions_of
 from ...matmul import lora as few_rows
 from ...matmul.choice import LARGEST_M
 from ...matmul.product import FusedMatmul
+from ...memory.spare import spare
 from ...nf4 import runtime
 from ...nf4.weight import OUTPUT_DTYPES
 from ...patching import context
@@ -293,8 +293,8 @@ def linear(target: Target, original: Function) -> Function:
             result = only if isinstance(only, Reason) else add(packed, state, x, bias, only)
             if not (isinstance(result, Reason) and lora_gate.on):
                 return result
-        if cache.auto is not None:
-            cache.auto.observe(x)
+        if spare.users:
+            spare.observe(x)
         uses.hits += 1
         dtype, decoded = dtypes  # type: ignore[misc]
         # ``run`` is returned, not called here, so that ``replacement_of`` calls ``run`` outside of its error handling.
