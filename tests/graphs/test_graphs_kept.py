@@ -167,18 +167,21 @@ def same(way, make=model_of, **options):
     return replays, kept
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS, every=3))
 def test_ways(way, dropout):
     replays, kept = same(way, lambda: model_of(lora_dropout=dropout))
     assert replays and kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", thinned((plain, reversed_backwards, evaluated, lengths, released), 3))
 def test_ways_under_a_reentrant_checkpoint(way):
     replays, kept = same(way, lambda: model_of(True, lora_dropout=0.05))
     assert replays and kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", thinned((plain, summed, part, lengths, released), 2))
 def test_without_checkpoints(way):
     def make():
@@ -190,12 +193,14 @@ def test_without_checkpoints(way):
     assert replays
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_the_third_call")
 def test_every_call_of_an_ordinary_training_keeps_its_activations():
     replays, kept = same(plain, lora="fused")
     assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("at_the_third_call")
 @pytest.mark.parametrize("both", [True, False])
 def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
@@ -241,6 +246,7 @@ def test_second_derivatives():
     assert replays and [e.item() for e in got[:count]] == pytest.approx([e.item() for e in want[:count]], rel=2**-7)
 
 
+@pytest.mark.full
 def test_parameters_that_change_before_the_backward():
     def way(model, optimizer, step):
         loss = loss_of(model, step)

@@ -82,6 +82,7 @@ FORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
     model = model_of()
@@ -110,6 +111,7 @@ def test_a_layer_of_the_script():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reader", thinned(READERS, 2))
 def test_globals_that_a_layer_reads(reader):
     """The layer runs eagerly, the others replay, and the model is freed although a global named it during the training."""
@@ -227,6 +229,7 @@ def test_a_layer_that_reads_num_items_in_batch():
 # --- options of the checkpoint ---
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("dropout", "options"),
     crossed((0.1, 0.0), [{"preserve_rng_state": False}, {"early_stop": False}, {"determinism_check": "none"}]),

@@ -148,6 +148,7 @@ def test_only_the_layers_that_fit_are_kept_the_first_ones(kwargs):
     assert "2 of 4 layers kept" in str(nf4_patch.status())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["gemma3", "mixture with a dense layer"])
 def test_layers_of_different_kinds(kind):
     def model():
@@ -217,6 +218,7 @@ def test_4_bit_layers(checkpoint, linear_op, kwargs, lora):
     assert equal(got, want) and found.kept == found.layers > 0
 
 
+@pytest.mark.full
 @BOTH
 def test_mixtures_with_packed_experts(kwargs):
     """A recompute saves the dense stack, which its backward frees at once. A kept layer saves the packed one."""
@@ -357,6 +359,7 @@ def test_gradients_of_some_inputs():
     assert equal(*found)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kwargs", "between"),
     crossed((NON_REENTRANT, REENTRANT), (nf4_patch.disable, nf4_patch.release)),
@@ -726,6 +729,7 @@ def test_memory_that_others_hold_gives_way_too(gpu):
         spare.leave(user)
 
 
+@pytest.mark.full
 def test_the_next_training_starts_from_nothing(gpu):
     """When the optimizer of a training is freed, what this training needed counts no more."""
     nf4_patch.enable(activations="auto")

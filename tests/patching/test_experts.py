@@ -42,6 +42,7 @@ from nf4_patch.patching.reasons import Reason
 ON = {"experts": "4bit"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "form"), crossed(CONFIGS, itertools.product((torch.float16, torch.bfloat16), (False, True))), ids=str
 )
@@ -54,6 +55,7 @@ def test_dtypes_and_layouts(name, form, patched):
     assert same(ours, step(model))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("lora", [False, True], ids=["frozen", "LoRA on them"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nothing_dense_is_saved(name, lora, patched, monkeypatch):
@@ -88,6 +90,7 @@ def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, mo
 CACHED = {"none": 0, "half": 0.5, "all": 1}  # of the dense stacks: how much of the reads it saves
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "how"), alternating(CONFIGS, itertools.product(CHECKPOINTING, CACHED)), ids=str)
 def test_a_step_is_the_same_to_the_bit(name, how, patched):
     checkpointing, part = how
@@ -198,6 +201,7 @@ def weights():
     return {(each.shape, each.dtype, each.kernel): each.weights for each in nf4_patch.status().shapes if each.weights}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
@@ -221,6 +225,7 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
 
 
+@pytest.mark.full
 def test_compiled_graphs_are_as_without_the_patch(patched):
     layer = Layer()
 

@@ -32,6 +32,7 @@ def test_any_state(examples):
 WELL_FORMED = drawn(4, 3, states(DEVICE.type))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_ends_as_its_row_says(fault):
     fuzzer = Fuzzer(DEVICE)
@@ -67,6 +68,7 @@ def spilled(packed, result, out):
     return result
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("wrong", "mismatches", "out_of_bounds"),
     [(flipped, 1, 0), (spilled, 0, 1), (lambda packed, result, out: Reason.SIZE_MISMATCH, 1, 0)],
