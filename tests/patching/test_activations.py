@@ -578,9 +578,18 @@ def test_a_size_that_was_not_measured_counts_as_the_next_larger_one():
     assert record.estimate(size(200, 200)) == 200 * MIB
     assert record.estimate(size(1000, 501)) is record.estimate(size(1001, 500)) is None
     assert record.estimate(module.InputSize(10, 10, (2,))) is None
+    record.exact.add(size(1, 1))
     for rows in range(1, 2 * module.SIZES):
         record.measured(size(rows, 1), MIB)
     assert len(record.sizes) == module.SIZES and record.estimate(size(1000, 500)) == 1000 * MIB
+    assert not record.exact  # the smallest was forgotten
+
+
+def test_bytes_that_graphs_keep_are_added_up_by_device():
+    found = module.Activations()
+    for device, size in [(2, 5), (2, 3), (0, 4), (2, -8)]:
+        found.add(device, size)
+    assert found.taken == {2: 0, 0: 4} and found.most == {2: 8, 0: 4}
 
 
 def peak_of(gpu, model, lengths):

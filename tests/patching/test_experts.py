@@ -35,8 +35,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes.stacks import is_managed, packed_chains, stacks_of
 from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.patching.counters import counters, warn_once
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
 ON = {"experts": "4bit"}
@@ -255,3 +257,19 @@ def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fre
     ours = counted()
     patched.disable()
     assert counted() == (ours[0], ours[1] + 3 * 2 * LAYERS) and ours[0] == 1
+
+
+def test_no_expert_is_no_decode(patched, monkeypatch):
+    """As for a batch in which no token goes to a process's experts."""
+    module = experts_of(model_of("qwen3"))[0]
+    stack = stacks_of(module, Dequantizer("test"))["down_proj"]
+    want = stack.dense()[:0]
+    monkeypatch.setattr(type(stack), "select", None)
+    found = stack[torch.empty(0, dtype=torch.int64)]
+    assert found.shape == want.shape and found.dtype is want.dtype
+
+
+def test_a_stack_that_bitsandbytes_packed_is_not_ours():
+    (module,) = experts_of(model_of("qwen3"))[:1]
+    (chain,) = list(packed_chains(module).values())[:1]
+    assert not is_managed(chain)

@@ -167,7 +167,6 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     assert own.calls == 2 * LAYERS and len(finished) == 3 * LAYERS
 
 
-@pytest.mark.full
 def test_nothing_of_a_checkpointed_step_is_left(own):
     """No tensor of a step stays alive. Layers of Gemma 4 share a dict of keys and values, which could link a recompute's inputs to the graph."""
     model, inputs = adapted("gemma4"), []

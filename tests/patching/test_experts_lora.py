@@ -199,7 +199,6 @@ def test_files_are_pefts(option, tmp_path):
 SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 32}}  # gate_up_proj
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("version", "of"), crossed(({"peft_version": "0.18.1"}, {}), itertools.product(CONFIGS, STACKS)), ids=str
 )
