@@ -453,6 +453,10 @@ def test_a_model_that_transformers_compiles():
         assert type(model.get_compiled_call(None)) is not steps.Step
 
 
+def test_the_librarys_own_compilation_comes_first():
+    assert steps.valid_auto_compile_criteria(lambda *given: True, None, {}, None) is True
+
+
 # --- memory ---
 
 

@@ -518,7 +518,6 @@ def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, 9 if GPU else 5)["replays"]
 
 
-@pytest.mark.full
 def test_a_mask_written_without_its_version():
     """As by ``dist.broadcast``. Between two steps, the address and the version of the mask stay the same."""
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
@@ -1236,6 +1235,16 @@ def test_the_first_shapes_stay(monkeypatch):
     found = compared(model_of, step_of_lengths(lambda step: 16 * (4 - step // each)), 4 * each)
     assert found["status"].graphs.shapes == 2
     assert found["replays"] == LAYERS * (2 + 2)  # of four lengths, each eager at first and then twice
+
+
+def test_a_recording_that_no_longer_holds_is_dropped():
+    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    found = graphs.recordings["key"] = shapes_module.ByLayer()
+    found[layer] = found[other] = None
+    graphs.drop_changed("key", layer)
+    graphs.drop_changed("another key", other)
+    assert list(found) == [other]
+    del graphs.recordings["key"]
 
 
 def test_when_a_shape_is_recorded(at_the_third_call):

@@ -132,6 +132,15 @@ def test_which_adapters_are_supported():
     assert not supported(of_x=torch.float16) and not supported(place="meta") and not supported(m=65)
 
 
+def test_which_factors_the_kernels_can_read():
+    factor = torch.zeros(8, 64, dtype=torch.bfloat16)
+    freed = factor.clone()
+    freed.untyped_storage().resize_(0)
+    odd = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+    found = [adapter.is_readable(each) for each in (factor, odd, factor.t(), torch._neg_view(factor), freed)]
+    assert found == [True, False, False, False, False]
+
+
 def test_what_is_asked_of_the_compiler(monkeypatch):
     """For more than one tile of X, the compiler may use all 255 registers. The kernel may start before the previous one ends."""
     asked = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes import packed
 from nf4_patch.libraries.bitsandbytes.stacks import is_managed, packed_chains, stacks_of
 from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.patching.counters import counters, warn_once
@@ -273,3 +275,5 @@ def test_a_stack_that_bitsandbytes_packed_is_not_ours():
     (module,) = experts_of(model_of("qwen3"))[:1]
     (chain,) = list(packed_chains(module).values())[:1]
     assert not is_managed(chain)
+    ours = torch.Tensor._make_subclass(packed.Params4bit, chain.original.data)
+    assert is_managed(SimpleNamespace(original=ours))

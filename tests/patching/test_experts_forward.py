@@ -86,7 +86,6 @@ def adapted(name, dtype=torch.float32, lora=True):
 step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter takes a second for the rows of a hundred
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "lora"), crossed(ARCHITECTURES, (True, False)))
 def test_a_step_is_transformers(name, lora, own):
     """In fp32 the results differ from transformers' only by the order of sums."""

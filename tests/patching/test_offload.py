@@ -384,6 +384,7 @@ def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
     assert torch.equal(logits(model), want)
     patched.disable()
     assert torch.equal(logits(model), want) and counts().fetches == before
+    assert all(buffer.block is None for each in prefetch.prefetchers.values() for buffer in each.buffers)
     patched.enable(experts="4bit", offload="all")
     assert torch.equal(logits(model), want) and counts().fetches > before
 
