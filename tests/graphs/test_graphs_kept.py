@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import test_graphed_layers as graphed
 import torch
@@ -11,7 +13,9 @@ from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, opti
 import nf4_patch
 from nf4_patch.activations.layers import Record
 from nf4_patch.graphs import recording
+from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.graphs.refusal import Refusal
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -167,7 +171,7 @@ def same(way, make=model_of, **options):
     return replays, kept
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS, every=3))
 def test_ways(way, dropout):
     replays, kept = same(way, lambda: model_of(lora_dropout=dropout))
@@ -222,6 +226,36 @@ def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
     assert kept == [0] * 5 + [LAYERS] * 2
     assert recomputing == ([0] * 7 if both else [0] * 2 + [LAYERS] * 5)
     assert len(asked) == 3 * LAYERS
+
+
+def test_whose_activations_may_be_written():
+    """Those of earlier layers wait while those of later layers may be written. Each recording needs the memory after the last."""
+    keeper = Keeper(SimpleNamespace(device=-1))
+    generation = keeper.begin()
+    generation.size = 2
+    layers = []
+    for number, of in enumerate((generation, generation, Generation())):
+        layer = KeptLayer.__new__(KeptLayer)
+        layer.keeper, layer.generation, layer.index, layer.key = keeper, of, number % 2, "key"
+        layers.append(layer)
+
+    def found():
+        return [layer.may_forward() for layer in layers], keeper.is_open(), keeper.continues("key")
+
+    assert found() == ([True] * 3, True, False)
+    tokens = [Token(), Token()]
+    layers[0].began(tokens[0])
+    assert found() == ([False, True, False], False, False)
+    with pytest.raises(Refusal):
+        keeper.begin()
+    layers[1].began(tokens[1])
+    assert found() == ([False, False, False], True, True) and keeper.begin() is generation
+    keeper.generation = layers[2].generation
+    assert found() == ([False, False, False], False, False)
+    del tokens[1]
+    assert keeper.top() is layers[0]
+    del tokens[0]
+    assert found() == ([True] * 3, True, False) and keeper.begin() is keeper.generation is not generation
 
 
 def test_no_room(monkeypatch):

@@ -18,7 +18,7 @@ from packaging.version import Version
 from test_graphed_layers import DEVICE, EAGER, LAYERS, SHAPE, STEPS, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.own_code import held_by, is_library
+from nf4_patch.graphs.own_code import VARIABLES, held_by, is_library, is_library_file
 from nf4_patch.patching.checkpoint import checkpoint_of, setting
 
 clean = graphed.clean
@@ -285,3 +285,13 @@ def test_a_wrapper_that_sets_use_reentrant():
     assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
     assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True
     assert not checkpoint_of(partial(lambda *a, use_reentrant=None, **k: checkpoint(*a, use_reentrant=True), x=1))
+
+
+def test_files_that_libraries_generate(monkeypatch, tmp_path):
+    """Their folders are named by variables, too."""
+    for number, variable in enumerate(VARIABLES):
+        file = str(tmp_path / f"folder{number}" / "generated.py")
+        assert not is_library_file(file, "generated")
+        is_library_file.cache_clear()
+        monkeypatch.setenv(variable, f"{tmp_path}/folder{number}/")
+        assert is_library_file(file, "generated")

@@ -376,3 +376,9 @@ def test_a_weight_that_only_another_stream_reads_gives_its_place_up(cache, monke
         assert cache.weights and read(cache, packed, state) is not first
     assert not cache.weights and cache.uncached == {Uncached.OTHER_STREAM: store.OTHER_STREAM_READS}
     assert read(cache, packed, state) is read(cache, packed, state)
+
+
+def test_a_budget_of_zero_drops_every_weight(cache):
+    first = read(cache, *weight())
+    cache.set_budget(0)
+    assert not cache.weights and first is not None
