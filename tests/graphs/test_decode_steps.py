@@ -179,7 +179,7 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_two_calls(change):
     """The next calls are as without graphs, and replay again."""
@@ -220,7 +220,7 @@ def test_batches_and_lengths_that_change():
     assert refused() == set()
 
 
-@pytest.mark.every(5)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -258,6 +258,7 @@ def test_a_cache_of_the_user():
     assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1 + 1)
 
 
+@pytest.mark.full
 def test_a_cache_that_is_too_short():
     from transformers import StaticCache
 
@@ -374,6 +375,7 @@ def test_an_error_between_two_tokens():
     compared(model, {}, {})
 
 
+@pytest.mark.full
 def test_two_threads():
     model = model_of()
     with nf4_patch.enabled():
@@ -488,6 +490,7 @@ def test_nothing_is_kept_alive():
         assert len(graphs.recordings) == 1
 
 
+@pytest.mark.full
 def test_many_shapes(monkeypatch):
     """The oldest of sixteen gives its place to another one."""
     monkeypatch.setattr(shapes, "SHAPES", 2)
@@ -517,6 +520,7 @@ def test_no_memory(monkeypatch):
     assert refused() == {"GRAPH_MEMORY"}
 
 
+@pytest.mark.full
 def test_autocast_and_inference_mode():
     model = model_of()
     with torch.autocast(DEVICE, torch.bfloat16):

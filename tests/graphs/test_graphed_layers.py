@@ -216,6 +216,7 @@ def test_training(base, how):
         assert found["status"].cache.hits > LAYERS * 7 * 2 * (STEPS - EAGER - 1)
 
 
+@pytest.mark.full
 def test_without_autocast_and_with_fp32_adapters():
     def step_of(model, optimizer, step):
         ids = tokens(step)
@@ -230,6 +231,7 @@ def test_without_autocast_and_with_fp32_adapters():
     assert compared(make, step_of)["replays"]
 
 
+@pytest.mark.full
 def test_an_fp32_adapter_that_is_used_twice():
     """Autocast casts the adapter once, so its two gradients are added in bf16."""
 
@@ -274,6 +276,7 @@ def test_two_forwards_inside_one_autocast_block(reentrant, at_the_third_call):
         assert_same(run(make(), steps_of(caches)), graphed)
 
 
+@pytest.mark.full
 def test_compiled_functions_are_not_compiled_again(monkeypatch):
     """Unsloth compiles functions of a layer. Dynamo would compile them again if a setting of autocast were another one."""
     from torch._dynamo.utils import counters as found
@@ -290,6 +293,7 @@ def test_inputs_without_a_gradient():
     assert compared(lambda: model_of(inputs=False))["replays"] == LAYERS * (STEPS - EAGER)
 
 
+@pytest.mark.full
 def test_precision_of_matrix_products_in_its_two_forms():
     """PyTorch's older function raises after the precision was set for one backend."""
     before = torch.backends.cuda.matmul.fp32_precision
@@ -300,6 +304,7 @@ def test_precision_of_matrix_products_in_its_two_forms():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.full
 def test_math_attention():
     """Math attention multiplies in fp32. If autocast were on during the capture of a backward, gradients would be rounded to bf16."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -308,7 +313,7 @@ def test_math_attention():
         assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("reentrant", "how"), crossed((False, True), itertools.product(("MATH", "FLASH_ATTENTION"), (False, True)), every=3)
 )
@@ -332,7 +337,7 @@ def test_a_backward_inside_autocast(how, reentrant):
     assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
     """The algorithms are deterministic, because flash attention otherwise adds up the gradients of long sequences in any order.
@@ -351,6 +356,7 @@ def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
     assert found["replays"] == LAYERS * (steps - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
+@pytest.mark.full
 def test_deterministic_algorithms_that_only_warn(monkeypatch):
     """With ``warn_only``, flash attention keeps its non-deterministic backward, so there is another graph."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by PyTorch
@@ -365,6 +371,7 @@ def test_deterministic_algorithms_that_only_warn(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.full
 def test_attention_dropout():
     def make():
         config = config_of(SHAPE, torch.bfloat16)
@@ -420,6 +427,7 @@ def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, mon
     assert left == [-nbytes * (1 + index) for index in range(LAYERS)]
 
 
+@pytest.mark.full
 def test_unsloths_checkpoint_rounds_fp32(unsloth):
     """Unsloth's checkpoint moves an fp32 input to the host in bf16, so the layer runs eagerly."""
 
@@ -512,7 +520,7 @@ QUICK_STEPS = (
 )  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("dropout", "step_of"), crossed((0.0, 0.1), STEPS_OF, only=QUICK_STEPS))
 def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, 9 if GPU else 5)["replays"]
@@ -899,7 +907,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(13)
 @pytest.mark.parametrize(("base", "change"), WAYS)
 def test_changes(change, base, frozen):
     step_of = changed(CHANGES.get(change, {}), AROUND.get(change))
@@ -1034,7 +1042,7 @@ def test_modes_and_transforms_around_the_backward():
         }
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("inner", [False, True])
 def test_layers_inside_another_checkpoint(inner):
     def step_of(model, optimizer, step):
@@ -1094,6 +1102,7 @@ def test_second_derivatives():
     )  # sums in another order
 
 
+@pytest.mark.full
 def test_modes_around_the_forward_alone():
     """The recompute of an eager backward runs in the modes of the backward."""
 
@@ -1276,6 +1285,7 @@ def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     assert len(alive) == 2 and found["replays"] == LAYERS * (2 + 2)
 
 
+@pytest.mark.full
 def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
     # a list of its own, because ``gc.freeze`` hides older ones
     monkeypatch.setattr(REMOTE, "ROUTED", [])
@@ -1429,6 +1439,7 @@ def test_graphs_are_freed_with_their_layer(activations, goes_backward, frozen, u
         assert not holders_of(references)
 
 
+@pytest.mark.full
 def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypatch):
     def refuse(*arguments):
         raise torch.OutOfMemoryError("no memory")
@@ -1442,6 +1453,7 @@ def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypa
         assert graphs.replays - before == LAYERS * (ROLLOUTS - EAGER)
 
 
+@pytest.mark.full
 def test_another_thread_that_may_use_the_gpu():
     """Such as one that runs a function of the script."""
     stop = threading.Event()
@@ -1861,6 +1873,7 @@ def test_generation_with_a_static_cache(sample, dropout):
     assert graphs.replays - before == LAYERS * (ROLLOUTS * (TOKENS - 1) - 2 + ROLLOUTS - EAGER)
 
 
+@pytest.mark.full
 def test_generation_without_a_static_cache():
     model = model_of()
     counters.reset()

@@ -270,6 +270,7 @@ def test_no_room(monkeypatch):
         assert counters.fallbacks["activations", Reason.ACTIVATIONS_BUDGET]
 
 
+@pytest.mark.full
 def test_second_derivatives():
     torch.manual_seed(0)
     want, _, _ = train(model_of(), second_derivative)

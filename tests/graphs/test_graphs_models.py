@@ -261,6 +261,7 @@ def test_loss_scaling():
     )
 
 
+@pytest.mark.full
 def test_parameters_of_zero3():
     def make():
         model = graphed.model_of()

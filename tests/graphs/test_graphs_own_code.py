@@ -93,6 +93,7 @@ def test_forms(form):
     assert not Fingerprint(layers_of(model)[1]).code.foreign()
 
 
+@pytest.mark.full
 def test_a_layer_of_the_script():
     """The other layers replay, and a global that changes acts at once."""
 
@@ -166,6 +167,7 @@ def test_code_of_libraries_and_of_scripts():
     assert is_library(graphed.REMOTE.Scaled.forward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_gradient_hook_on_an_activation(reentrant):
     """A gradient reversal of a library, whose factor follows a schedule."""
@@ -191,6 +193,7 @@ def test_a_gradient_hook_on_an_activation(reentrant):
 THREE_LAYERS = graphed.config_of(SHAPE._replace(num_hidden_layers=3), torch.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_parameter_of_two_layers(reentrant):
     def make():
@@ -203,6 +206,7 @@ def test_a_parameter_of_two_layers(reentrant):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == STEPS - EAGER
 
 
+@pytest.mark.full
 def test_a_layer_that_is_called_twice_before_its_backward():
     """A reentrant checkpoint adds the gradient of each call to those of the step before."""
 
@@ -248,6 +252,7 @@ def test_options_of_the_checkpoint(options, dropout):
 
 
 # Without a GPU, there is no pinned memory.
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param({"offload": True}, marks=pytest.mark.gpu), {"every_n_layers": 2}], ids=str
 )

@@ -53,7 +53,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.full
 @pytest.mark.parametrize(("nested", "dtype", "blocksize"), LAYOUTS, ids=str)
 def test_layouts(dtype, blocksize, nested, device):
     for i, shape in enumerate(SHAPES + SHAPES[:1]):  # another table is another tensor: with each of the shapes one

@@ -181,6 +181,7 @@ def test_every_n_layers_and_layers_that_are_not_checkpointed():
     assert (status().kept, status().layers) == (2, 2)
 
 
+@pytest.mark.full
 def test_trainer_with_lengths_that_vary_and_accumulated_batches(tmp_path):
     rows = [{"input_ids": batch(48 - 4 * i, 1, i)[0], "labels": batch(48 - 4 * i, 1, i)[0]} for i in range(8)]
 

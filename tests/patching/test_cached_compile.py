@@ -85,6 +85,7 @@ def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypat
         assert same(forward_and_backward(module), want)
 
 
+@pytest.mark.full
 def test_a_module_that_was_called_before_it_was_quantized(fresh_dynamo, linear_op):
     layer = bnb.nn.Linear4bit(SIDE, SIDE, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16()
     module = torch.compile(layer, backend="aot_eager")

@@ -104,6 +104,7 @@ def ratios_of(found, want, exact):
     return {key: error(found[key], exact[key]) / error(want[key], exact[key]) for key in exact if key != "loss"}
 
 
+@pytest.mark.full
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
     """Compare the error of every gradient against fp64, averaged over steps, because errors of single steps vary by half."""
     ratios = []
@@ -205,6 +206,7 @@ def test_a_recompute_that_chooses_another_expert(name, own):
     assert max(error(want[key], plain[key]) for key in want) > 1e-2  # the flips were felt
 
 
+@pytest.mark.full
 def test_under_autocast(own):
     """Activations and the router's weights are fp32 and experts 16-bit, as in a Trainer. The router is trained too."""
     layer = Layer()

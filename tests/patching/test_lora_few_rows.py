@@ -343,7 +343,7 @@ def test_compiled_it_is_one_op(few, dtype, option):
     assert counter.frame_count == 1 and ops(counter) == ["nf4_patch.matmul_lora_4bit"] * 2
 
 
-@pytest.mark.every(3)
+@pytest.mark.full
 @pytest.mark.parametrize("case", thinned(("65 rows", "rank 6", "x in fp32", "several adapters", "disabled"), 2))
 def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     options, change, _ = REFUSED[case]

@@ -163,6 +163,7 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
     assert len(gpu.pinned) == LAYERS  # the other stack of the layer lies there still
 
 
+@pytest.mark.full
 def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
     """After an ``enabled()`` block, and under torch.compile, the stack is read directly from host memory."""
     with patched.enabled(experts="4bit", offload="all"):
@@ -211,6 +212,7 @@ def test_after_inference_mode(folder, gpu, patched):
     assert counts().fetches and same_steps(*found)
 
 
+@pytest.mark.full
 def test_named_after_loading(folder, anywhere, patched):
     """Switching the option after loading moves nothing, in either direction."""
     resident, model = model_of(folder, "off"), model_of(folder)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_any_state(examples):
     @settings(deadline=None, max_examples=examples)
