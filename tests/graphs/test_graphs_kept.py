@@ -232,10 +232,9 @@ def test_whose_activations_may_be_written():
     """Those of earlier layers wait while those of later layers may be written. Each recording needs the memory after the last."""
     keeper = Keeper(SimpleNamespace(device=-1))
     generation = keeper.begin()
-    generation.size = 2
     layers = []
     for number, of in enumerate((generation, generation, Generation())):
-        layer = KeptLayer.__new__(KeptLayer)
+        layer, of.size = KeptLayer.__new__(KeptLayer), 2
         layer.keeper, layer.generation, layer.index, layer.key = keeper, of, number % 2, "key"
         layers.append(layer)
 

@@ -219,7 +219,6 @@ def test_4_bit_layers(checkpoint, linear_op, kwargs, lora):
     assert equal(got, want) and found.kept == found.layers > 0
 
 
-@pytest.mark.full
 @BOTH
 def test_mixtures_with_packed_experts(kwargs):
     """A recompute saves the dense stack, which its backward frees at once. A kept layer saves the packed one."""
