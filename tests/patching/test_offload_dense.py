@@ -169,7 +169,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("way", "options"),
     [
