@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -40,7 +41,16 @@ def pytest_runtest_setup(item):
         pytest.skip("the time for all tests is over")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
+    found = Counter()
+    for item in items:  # each run has every n-th case of a test that is marked ``every(n)``
+        every = item.get_closest_marker("every")
+        if every is not None and item.get_closest_marker("full") is None:
+            place = item.nodeid.partition("[")[0]
+            if found[place] % every.args[0]:
+                item.add_marker("full")
+            found[place] += 1
     if not GPU:
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=gpu)

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 
 import torch
 
@@ -20,16 +20,15 @@ HARMLESS = "torch.utils.data.", "torch._inductor.", "torch.multiprocessing."
 INSTALLED = tuple({os.path.join(os.path.realpath(path), "") for path in sysconfig.get_paths().values()})
 
 
-@functools.lru_cache(maxsize=4096)
-def is_installed(code: CodeType) -> bool:
-    """Return whether a function belongs to Python or to an installed library."""
-    name = code.co_filename
-    return name.startswith("<frozen ") or os.path.realpath(name).startswith(INSTALLED)
+@functools.lru_cache(maxsize=4096)  # by the file: equal code objects may be of two files
+def is_installed(file: str) -> bool:
+    """Return whether a function's file belongs to Python or to an installed library."""
+    return file.startswith("<frozen ") or os.path.realpath(file).startswith(INSTALLED)
 
 
 def may_use_gpu(frame: FrameType) -> bool:
     """Return whether a running function may use the GPU: a function of the user, or of a module that imports PyTorch."""
-    if not is_installed(frame.f_code):
+    if not is_installed(frame.f_code.co_filename):
         return True
     namespace = frame.f_globals
     if f"{namespace.get('__name__')}.".startswith(HARMLESS):

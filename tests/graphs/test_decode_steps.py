@@ -117,6 +117,8 @@ def config_for(name: str) -> Any:
     return kind(**sizes | ids | head | ARCHITECTURES[name])
 
 
+@pytest.mark.newest
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name):
     """Past the end of a sliding window, with a prompt that is shorter and one that is longer than it."""
@@ -177,6 +179,7 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_two_calls(change):
     """The next calls are as without graphs, and replay again."""
@@ -197,6 +200,7 @@ def test_changes_between_two_calls(change):
     assert graphs.replays - before == SHAPE.num_hidden_layers * (LENGTH - 1) or change == "merged"
 
 
+@pytest.mark.full
 def test_batches_and_lengths_that_change():
     sizes = [
         {},
@@ -216,6 +220,7 @@ def test_batches_and_lengths_that_change():
     assert refused() == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -253,6 +258,7 @@ def test_a_cache_of_the_user():
     assert graphs.replays - before == SHAPE.num_hidden_layers * (3 * (LENGTH - 1) - 1 + 1)
 
 
+@pytest.mark.full
 def test_a_cache_that_is_too_short():
     from transformers import StaticCache
 
@@ -285,6 +291,7 @@ class Acting:
         return scores
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change", ["disabled", "second adapter", "training", "released", "moved everywhere", "matmul precision"]
 )
@@ -308,6 +315,7 @@ def test_changes_between_two_tokens(change):
     assert_same(results[0] + results[1], results[2] + results[3])
 
 
+@pytest.mark.full
 def test_a_generation_within_a_generation():
     model = model_of()
 
@@ -330,6 +338,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_interrupts():
     """After Ctrl-C at any line, the next call is as without graphs."""
     model = model_of()
@@ -355,6 +364,7 @@ def test_interrupts():
         assert graphs.replays - before >= SHAPE.num_hidden_layers * (2 + 3) and reached > 40
 
 
+@pytest.mark.full
 def test_an_error_between_two_tokens():
     def fail() -> None:
         raise ValueError("mine")
@@ -365,6 +375,7 @@ def test_an_error_between_two_tokens():
     compared(model, {}, {})
 
 
+@pytest.mark.full
 def test_two_threads():
     model = model_of()
     with nf4_patch.enabled():
@@ -408,6 +419,7 @@ def elsewhere(model: Any) -> None:
     model.base_model.model.lm_head.register_buffer("elsewhere", torch.zeros(2, device="meta"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(hook, "GRAPH_HOOKED"), (own_code, "GRAPH_OWN_CODE"), (elsewhere, "GRAPH_ARGUMENTS")],
@@ -421,6 +433,7 @@ def test_models_that_cannot_be_one_graph(change, reason):
     assert found == [SHAPE.num_hidden_layers * (LENGTH - 3)] * 2
 
 
+@pytest.mark.full
 def test_a_hook_that_only_requires_a_gradient():
     model = model_of()
     model.enable_input_require_grads()
@@ -442,9 +455,14 @@ def test_a_model_that_transformers_compiles():
         assert type(model.get_compiled_call(None)) is not steps.Step
 
 
+def test_the_librarys_own_compilation_comes_first():
+    assert steps.valid_auto_compile_criteria(lambda *given: True, None, {}, None) is True
+
+
 # --- memory ---
 
 
+@pytest.mark.full
 def test_nothing_is_kept_alive():
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
@@ -473,6 +491,7 @@ def test_nothing_is_kept_alive():
         assert len(graphs.recordings) == 1
 
 
+@pytest.mark.full
 def test_many_shapes(monkeypatch):
     """The oldest of sixteen gives its place to another one."""
     monkeypatch.setattr(shapes, "SHAPES", 2)
@@ -481,6 +500,7 @@ def test_many_shapes(monkeypatch):
     assert found == [SHAPE.num_hidden_layers * replays for replays in (3, 3, 3, 4, 3)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("recorder", [recorders.Operations, recorders.Rerun])
 def test_dropout_in_training_mode(recorder, monkeypatch):
     if not GPU:
@@ -501,6 +521,7 @@ def test_no_memory(monkeypatch):
     assert refused() == {"GRAPH_MEMORY"}
 
 
+@pytest.mark.full
 def test_autocast_and_inference_mode():
     model = model_of()
     with torch.autocast(DEVICE, torch.bfloat16):

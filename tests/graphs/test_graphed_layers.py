@@ -206,6 +206,7 @@ BASES = {
 }  # fmt: skip
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("base", "how"), crossed(BASES, itertools.product((False, True), (0.0, 0.05))), ids=str)
 def test_training(base, how):
     base, (reentrant, dropout) = BASES[base], how
@@ -216,6 +217,7 @@ def test_training(base, how):
         assert found["status"].cache.hits > LAYERS * 7 * 2 * (STEPS - EAGER - 1)
 
 
+@pytest.mark.full
 def test_without_autocast_and_with_fp32_adapters():
     def step_of(model, optimizer, step):
         ids = tokens(step)
@@ -230,6 +232,7 @@ def test_without_autocast_and_with_fp32_adapters():
     assert compared(make, step_of)["replays"]
 
 
+@pytest.mark.full
 def test_an_fp32_adapter_that_is_used_twice():
     """Autocast casts the adapter once, so its two gradients are added in bf16."""
 
@@ -246,6 +249,7 @@ def test_an_fp32_adapter_that_is_used_twice():
     assert compared(make)["replays"] == LAYERS * (STEPS - EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_forwards_inside_one_autocast_block(reentrant, at_the_third_call):
     """Autocast's cache makes a non-reentrant checkpoint add up the two gradients of an fp32 adapter in bf16. Graphs add in fp32."""
@@ -273,6 +277,7 @@ def test_two_forwards_inside_one_autocast_block(reentrant, at_the_third_call):
         assert_same(run(make(), steps_of(caches)), graphed)
 
 
+@pytest.mark.full
 def test_compiled_functions_are_not_compiled_again(monkeypatch):
     """Unsloth compiles functions of a layer. Dynamo would compile them again if a setting of autocast were another one."""
     from torch._dynamo.utils import counters as found
@@ -289,6 +294,7 @@ def test_inputs_without_a_gradient():
     assert compared(lambda: model_of(inputs=False))["replays"] == LAYERS * (STEPS - EAGER)
 
 
+@pytest.mark.full
 def test_precision_of_matrix_products_in_its_two_forms():
     """PyTorch's older function raises after the precision was set for one backend."""
     before = torch.backends.cuda.matmul.fp32_precision
@@ -299,6 +305,7 @@ def test_precision_of_matrix_products_in_its_two_forms():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.full
 def test_math_attention():
     """Math attention multiplies in fp32. If autocast were on during the capture of a backward, gradients would be rounded to bf16."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -307,6 +314,7 @@ def test_math_attention():
         assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("reentrant", "how"), crossed((False, True), itertools.product(("MATH", "FLASH_ATTENTION"), (False, True)), every=3)
 )
@@ -330,6 +338,7 @@ def test_a_backward_inside_autocast(how, reentrant):
     assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
     """The algorithms are deterministic, because flash attention otherwise adds up the gradients of long sequences in any order.
@@ -348,6 +357,7 @@ def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
     assert found["replays"] == LAYERS * (steps - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
+@pytest.mark.full
 def test_deterministic_algorithms_that_only_warn(monkeypatch):
     """With ``warn_only``, flash attention keeps its non-deterministic backward, so there is another graph."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by PyTorch
@@ -362,6 +372,7 @@ def test_deterministic_algorithms_that_only_warn(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.full
 def test_attention_dropout():
     def make():
         config = config_of(SHAPE, torch.bfloat16)
@@ -395,6 +406,7 @@ def unsloth(monkeypatch):
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", unsloth_checkpoint)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("base", ["plain", "cached, fused"])
 def test_unsloths_checkpoint(base, unsloth):
     found = compared(lambda: model_of(True, lora_dropout=0.05), base=BASES[base])
@@ -416,6 +428,7 @@ def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, mon
     assert left == [-nbytes * (1 + index) for index in range(LAYERS)]
 
 
+@pytest.mark.full
 def test_unsloths_checkpoint_rounds_fp32(unsloth):
     """Unsloth's checkpoint moves an fp32 input to the host in bf16, so the layer runs eagerly."""
 
@@ -508,6 +521,7 @@ QUICK_STEPS = (
 )  # fmt: skip
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("dropout", "step_of"), crossed((0.0, 0.1), STEPS_OF, only=QUICK_STEPS))
 def test_steps(step_of, dropout):
     assert compared(lambda: model_of(lora_dropout=dropout), step_of, 9 if GPU else 5)["replays"]
@@ -894,6 +908,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.every(13)
 @pytest.mark.parametrize(("base", "change"), WAYS)
 def test_changes(change, base, frozen):
     step_of = changed(CHANGES.get(change, {}), AROUND.get(change))
@@ -901,6 +916,7 @@ def test_changes(change, base, frozen):
     assert ("GRAPH_CHANGED" in found["reasons"]) == (change not in NOT_REFUSED)
 
 
+@pytest.mark.full
 def test_changed_dropout():
     def more(model):
         for module in model.modules():
@@ -910,6 +926,7 @@ def test_changed_dropout():
     compared(lambda: model_of(lora_dropout=0.1), changed({CHANGE: more}), LAST)
 
 
+@pytest.mark.full
 def test_changes_between_forward_and_backward():
     """Graphs that are gone when the backward comes: it recomputes eagerly, with the forward's random numbers."""
 
@@ -957,6 +974,7 @@ CHANGES_FOR_A_WHILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
 def test_changes_that_the_recompute_sees(change, frozen):
     """A reentrant checkpoint recomputes with the changed layer, and so do layers with graphs."""
@@ -973,6 +991,7 @@ def test_changes_that_the_recompute_sees(change, frozen):
     assert found["replays"] == LAYERS * (LAST - EAGER) and found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_BACKWARD"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
 def test_changes_that_the_recompute_does_not_see(change, frozen):
     """With a non-reentrant checkpoint, the gradients are those of the forward: as if the change came after the backward."""
@@ -995,6 +1014,7 @@ def test_changes_that_the_recompute_does_not_see(change, frozen):
     assert graphed["replays"] == LAYERS * (LAST - EAGER) and graphed["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
+@pytest.mark.full
 def test_modes_and_transforms_around_the_backward():
     """They see every operation of the recompute."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -1023,6 +1043,7 @@ def test_modes_and_transforms_around_the_backward():
         }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inner", [False, True])
 def test_layers_inside_another_checkpoint(inner):
     def step_of(model, optimizer, step):
@@ -1065,6 +1086,7 @@ def test_gradients_are_aligned():
     assert all((each.data_ptr() - flat.data_ptr()) % 16 == 0 for each in found)
 
 
+@pytest.mark.full
 def test_second_derivatives():
     def step_of(model, optimizer, step):
         loss = loss_of(model, step)
@@ -1081,6 +1103,7 @@ def test_second_derivatives():
     )  # sums in another order
 
 
+@pytest.mark.full
 def test_modes_around_the_forward_alone():
     """The recompute of an eager backward runs in the modes of the backward."""
 
@@ -1092,6 +1115,7 @@ def test_modes_around_the_forward_alone():
     assert compared(lambda: model_of(reentrant=True), step_of)["replays"]
 
 
+@pytest.mark.full
 def test_layers_that_are_used_twice():
     """In one model, and in two models at once."""
 
@@ -1113,6 +1137,7 @@ def test_layers_that_are_used_twice():
     assert compared(two, step_of)["replays"]
 
 
+@pytest.mark.full
 def test_copies_of_a_model_with_graphs():
     def step_of(model, optimizer, step):
         if step == CHANGE:
@@ -1123,6 +1148,7 @@ def test_copies_of_a_model_with_graphs():
     assert compared(model_of, step_of, LAST)["replays"]
 
 
+@pytest.mark.full
 def test_gradients_of_a_part():
     def step_of(model, optimizer, step):
         loss = loss_of(model, step)
@@ -1133,6 +1159,7 @@ def test_gradients_of_a_part():
     assert compared(lambda: model_of(lora_dropout=0.05), step_of)["replays"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_interrupts_in_a_replay(where, monkeypatch):
     """An interrupt in a backward leaves the random generator as it was, and the next step has the results of an eager run."""
@@ -1179,6 +1206,7 @@ def test_interrupt_after_an_argument_was_copied():
     assert torch.equal(slot.buffer, mask)
 
 
+@pytest.mark.full
 def test_graphs_dropped_by_another_thread(monkeypatch):
     """``release()`` in another thread, after the check and before the replay."""
     replay, calls = graphs_module.replay, []
@@ -1202,6 +1230,7 @@ def step_of_lengths(length_of):
     return lambda model, optimizer, step: backward(loss_of(model, step, length=length_of(step)))
 
 
+@pytest.mark.full
 def test_varying_lengths():
     steps = 25 if GPU else 10
     found = compared(model_of, step_of_lengths(lambda step: (32, 48, 64, 32, 32)[step % 5]), steps)
@@ -1209,6 +1238,7 @@ def test_varying_lengths():
     assert found["status"].graphs.shapes == 3
 
 
+@pytest.mark.full
 def test_the_first_shapes_stay(monkeypatch):
     monkeypatch.setattr(shapes_module, "SHAPES", 2)
     each = EAGER + 2
@@ -1217,12 +1247,23 @@ def test_the_first_shapes_stay(monkeypatch):
     assert found["replays"] == LAYERS * (2 + 2)  # of four lengths, each eager at first and then twice
 
 
+def test_a_recording_that_no_longer_holds_is_dropped():
+    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    found = graphs.recordings["key"] = shapes_module.ByLayer()
+    found[layer] = found[other] = None
+    graphs.drop_changed("key", layer)
+    graphs.drop_changed("another key", other)
+    assert list(found) == [other]
+    del graphs.recordings["key"]
+
+
 def test_when_a_shape_is_recorded(at_the_third_call):
     """At its third call, then, if it was dropped by a change, after twice as many each time."""
     assert [calls for calls in range(1, 100) if shapes_module.is_due(calls)] == [3, 6, 12, 24, 48, 96]
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
+@pytest.mark.full
 def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     """Of memory for 100 tokens, a batch takes as many as it has, and graphs take 30: no step runs out of memory."""
 
@@ -1245,6 +1286,7 @@ def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     assert len(alive) == 2 and found["replays"] == LAYERS * (2 + 2)
 
 
+@pytest.mark.full
 def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
     # a list of its own, because ``gc.freeze`` hides older ones
     monkeypatch.setattr(REMOTE, "ROUTED", [])
@@ -1264,6 +1306,7 @@ def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
     assert found["replays"] == (LAYERS - 1) * (STEPS - EAGER) and "GRAPH_STATE" in found["reasons"]
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 @pytest.mark.parametrize(("kind", "reentrant"), [("lists", False), ("lists", True), ("keeps", False)])
 def test_memory_that_stays_after_a_forward_or_backward(kind, reentrant, activations, monkeypatch):
@@ -1350,6 +1393,7 @@ def holders_of(references: Any) -> list[Any]:
     return [[type(holder) for holder in gc.get_referrers(each) if holder is not alive] for each in alive]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 def test_a_kept_loss_keeps_nothing_alive(activations, frozen, uncollected):
     """After its backward, a loss that the script keeps holds no weight and no input of a layer."""
@@ -1378,6 +1422,7 @@ def test_a_kept_loss_keeps_nothing_alive(activations, frozen, uncollected):
         assert not holders_of([weight])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 @pytest.mark.parametrize("goes_backward", [True, False])
 def test_graphs_are_freed_with_their_layer(activations, goes_backward, frozen, uncollected):
@@ -1395,6 +1440,7 @@ def test_graphs_are_freed_with_their_layer(activations, goes_backward, frozen, u
         assert not holders_of(references)
 
 
+@pytest.mark.full
 def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypatch):
     def refuse(*arguments):
         raise torch.OutOfMemoryError("no memory")
@@ -1408,6 +1454,7 @@ def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypa
         assert graphs.replays - before == LAYERS * (ROLLOUTS - EAGER)
 
 
+@pytest.mark.full
 def test_another_thread_that_may_use_the_gpu():
     """Such as one that runs a function of the script."""
     stop = threading.Event()
@@ -1421,6 +1468,7 @@ def test_another_thread_that_may_use_the_gpu():
     assert not found["replays"] and "GRAPH_THREADS" in found["reasons"]
 
 
+@pytest.mark.full
 def test_threads_of_libraries_that_use_no_gpu():
     """A DataLoader's, a timer's: layers are captured."""
     timer = threading.Timer(60, print)
@@ -1431,6 +1479,7 @@ def test_threads_of_libraries_that_use_no_gpu():
         timer.cancel()
 
 
+@pytest.mark.full
 def test_numbers_that_another_thread_draws():
     """A capture of a layer that draws nothing sets no generator back."""
     random.seed(0)
@@ -1632,6 +1681,7 @@ def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lengths", "captured", "reasons"),
     [
@@ -1674,6 +1724,7 @@ def test_no_memory_for_the_pool(monkeypatch):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", thinned(("next model", "disable", "release"), 2))
 def test_no_memory_is_forgotten(how, monkeypatch):
     """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
@@ -1720,6 +1771,7 @@ def test_memory_is_given_back():
     assert nf4_patch.status().graphs.layers == 0
 
 
+@pytest.mark.full
 def test_interrupt_and_the_next_model():
     torch.manual_seed(0)
     eager = run(model_of(), one_step)
@@ -1789,6 +1841,7 @@ def rollouts(model: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dropout", "sample"), crossed((0.0, 0.1), (False, True)))
 def test_generation_with_a_static_cache(sample, dropout):
     """Each rollout has a static cache of its own. Its decode steps replay, with the adapter of the last optimizer step."""
@@ -1807,6 +1860,7 @@ def test_generation_with_a_static_cache(sample, dropout):
     assert graphs.replays - before == LAYERS * (ROLLOUTS * (TOKENS - 1) - 2 + ROLLOUTS - EAGER)
 
 
+@pytest.mark.full
 def test_generation_without_a_static_cache():
     model = model_of()
     counters.reset()
@@ -1871,6 +1925,7 @@ BETWEEN_TOKENS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", thinned(BETWEEN_TOKENS, 3))
 def test_changes_between_tokens(change):
     """Two static caches in turns, reset and used a second time."""
@@ -1929,6 +1984,7 @@ def test_reasons():
         assert counters.fallbacks[TARGET, Reason.GRAPH_CHECKPOINT] == LAYERS
 
 
+@pytest.mark.full
 def test_hidden_states_once_and_graphs_afterwards():
     """transformers' hooks stay installed after outputs were recorded once; they do nothing later."""
 
@@ -1958,12 +2014,14 @@ def step_of_mixture(model: Any, optimizer: Any, step: int) -> list[float]:
     return backward(loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", thinned(({}, {"lora": "fused"}, {"cache": "1GiB"}), 2), ids=str)
 def test_packed_experts(base):
     found = compared(mixture, step_of_mixture, base={"experts": "4bit", **base})
     assert found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE"}
 
 
+@pytest.mark.full
 def test_the_experts_state_is_another():
     """A stack's quant_state that is replaced by an equal one is read at its new addresses."""
 

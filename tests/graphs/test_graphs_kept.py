@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import test_graphed_layers as graphed
 import torch
@@ -11,7 +13,9 @@ from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, opti
 import nf4_patch
 from nf4_patch.activations.layers import Record
 from nf4_patch.graphs import recording
+from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.graphs.refusal import Refusal
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -167,18 +171,21 @@ def same(way, make=model_of, **options):
     return replays, kept
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("dropout", "way"), crossed((0.0, 0.05), WAYS, every=3))
 def test_ways(way, dropout):
     replays, kept = same(way, lambda: model_of(lora_dropout=dropout))
     assert replays and kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", thinned((plain, reversed_backwards, evaluated, lengths, released), 3))
 def test_ways_under_a_reentrant_checkpoint(way):
     replays, kept = same(way, lambda: model_of(True, lora_dropout=0.05))
     assert replays and kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", thinned((plain, summed, part, lengths, released), 2))
 def test_without_checkpoints(way):
     def make():
@@ -190,12 +197,14 @@ def test_without_checkpoints(way):
     assert replays
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_the_third_call")
 def test_every_call_of_an_ordinary_training_keeps_its_activations():
     replays, kept = same(plain, lora="fused")
     assert replays == graphed.LAYERS * (STEPS - 2) == kept - graphed.LAYERS  # the second step keeps them without graphs
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("at_the_third_call")
 @pytest.mark.parametrize("both", [True, False])
 def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
@@ -219,6 +228,35 @@ def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
     assert len(asked) == 3 * LAYERS
 
 
+def test_whose_activations_may_be_written():
+    """Those of earlier layers wait while those of later layers may be written. Each recording needs the memory after the last."""
+    keeper = Keeper(SimpleNamespace(device=-1))
+    generation = keeper.begin()
+    layers = []
+    for number, of in enumerate((generation, generation, Generation())):
+        layer, of.size = KeptLayer.__new__(KeptLayer), 2
+        layer.keeper, layer.generation, layer.index, layer.key = keeper, of, number % 2, "key"
+        layers.append(layer)
+
+    def found():
+        return [layer.may_forward() for layer in layers], keeper.is_open(), keeper.continues("key")
+
+    assert found() == ([True] * 3, True, False)
+    tokens = [Token(), Token()]
+    layers[0].began(tokens[0])
+    assert found() == ([False, True, False], False, False)
+    with pytest.raises(Refusal):
+        keeper.begin()
+    layers[1].began(tokens[1])
+    assert found() == ([False, False, False], True, True) and keeper.begin() is generation
+    keeper.generation = layers[2].generation
+    assert found() == ([False, False, False], False, False)
+    del tokens[1]
+    assert keeper.top() is layers[0]
+    del tokens[0]
+    assert found() == ([True] * 3, True, False) and keeper.begin() is keeper.generation is not generation
+
+
 def test_no_room(monkeypatch):
     """Without room nothing is kept, and the Reason says so."""
     monkeypatch.setattr(Record, "estimate", lambda record, size: 2**21)
@@ -231,6 +269,7 @@ def test_no_room(monkeypatch):
         assert counters.fallbacks["activations", Reason.ACTIVATIONS_BUDGET]
 
 
+@pytest.mark.full
 def test_second_derivatives():
     torch.manual_seed(0)
     want, _, _ = train(model_of(), second_derivative)
@@ -241,6 +280,7 @@ def test_second_derivatives():
     assert replays and [e.item() for e in got[:count]] == pytest.approx([e.item() for e in want[:count]], rel=2**-7)
 
 
+@pytest.mark.full
 def test_parameters_that_change_before_the_backward():
     def way(model, optimizer, step):
         loss = loss_of(model, step)

@@ -73,6 +73,7 @@ MODES = {
 QUICK = {"Arcee", "Gemma2", "Gemma4Text", "GPTNeoX", "Phi3", "Qwen3"}
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("mode", "name"), crossed(MODES, ARCHITECTURES, only=QUICK))
 def test_architectures(name, mode):
     reentrant, step_of = MODES[mode]
@@ -88,6 +89,7 @@ def test_architectures(name, mode):
     assert found["replays"] == LAYERS * (STEPS - graphed.EAGER)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name",
     [name if name in ("Gemma2", "GPTNeoX") else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES],
@@ -161,6 +163,7 @@ def test_methods_of_peft(method, base):
 MIXTURES = ["deepseek-v3", "glm4", "gpt-oss", "mixtral", "olmoe", "qwen3-next"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thinned(MIXTURES, 3))
 def test_mixtures(name):
     found = compared(lambda: graphed.mixture(name), graphed.step_of_mixture, base={"experts": "4bit"})
@@ -188,6 +191,7 @@ def test_arguments_that_layers_write():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
 def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     def make():
@@ -210,6 +214,7 @@ def test_a_result_in_another_dtype_than_the_input(base, reentrant):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == graphed.LAYERS * (STEPS - graphed.EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
 def test_few_rows(base, reentrant):
     """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
@@ -239,6 +244,7 @@ class Scaled:
         return [loss.item(), self.scaler.get_scale()]
 
 
+@pytest.mark.full
 def test_loss_scaling():
     def make():
         model = graphed.model_of(config=graphed.config_of(SHAPE, torch.float16), lora_dropout=0.05)
@@ -255,6 +261,7 @@ def test_loss_scaling():
     )
 
 
+@pytest.mark.full
 def test_parameters_of_zero3():
     def make():
         model = graphed.model_of()
@@ -268,6 +275,7 @@ def test_parameters_of_zero3():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hooked", "eager"),
     [("", 0), (" ".join(f"layers.{n}" for n in range(graphed.LAYERS)), graphed.LAYERS), ("layers.1.mlp.down_proj", 1)],
@@ -297,6 +305,7 @@ def test_fsdp(ways, tmp_path):
         assert printed.count(f"{way}: equal, 0 replays, ['GRAPH_HOOKED', 'GRAPH_NEW_SHAPE']") == 2
 
 
+@pytest.mark.full
 def test_trainer_with_gradient_accumulation(tmp_path):
     """Batches have different numbers of labels, which Trainer passes to every layer."""
     from torch.utils.data import Dataset

@@ -19,7 +19,7 @@ from packaging.version import Version
 from test_graphed_layers import DEVICE, EAGER, LAYERS, SHAPE, STEPS, compared, layers_of, loss_of, model_of
 
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.own_code import held_by, is_library
+from nf4_patch.graphs.own_code import VARIABLES, held_by, is_library, is_library_file
 from nf4_patch.patching.checkpoint import checkpoint_of, setting
 
 clean = graphed.clean
@@ -83,6 +83,7 @@ FORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
     model = model_of()
@@ -93,6 +94,7 @@ def test_forms(form):
     assert not Fingerprint(layers_of(model)[1]).code.foreign()
 
 
+@pytest.mark.full
 def test_a_layer_of_the_script():
     """The other layers replay, and a global that changes acts at once."""
 
@@ -131,6 +133,7 @@ def test_a_layer_of_a_library_that_warns():
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == LAYERS * (STEPS - EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reader", thinned(READERS, 2))
 def test_globals_that_a_layer_reads(reader):
     """The layer runs eagerly, the others replay, and the model is freed although a global named it during the training."""
@@ -185,6 +188,7 @@ def test_code_of_libraries_and_of_scripts():
     assert is_library(graphed.REMOTE.Scaled.forward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_gradient_hook_on_an_activation(reentrant):
     """A gradient reversal of a library, whose factor follows a schedule."""
@@ -210,6 +214,7 @@ def test_a_gradient_hook_on_an_activation(reentrant):
 THREE_LAYERS = graphed.config_of(SHAPE._replace(num_hidden_layers=3), torch.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_parameter_of_two_layers(reentrant):
     def make():
@@ -222,6 +227,7 @@ def test_a_parameter_of_two_layers(reentrant):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == STEPS - EAGER
 
 
+@pytest.mark.full
 def test_a_layer_that_is_called_twice_before_its_backward():
     """A reentrant checkpoint adds the gradient of each call to those of the step before."""
 
@@ -248,6 +254,7 @@ def test_a_layer_that_reads_num_items_in_batch():
 # --- options of the checkpoint ---
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("dropout", "options"),
     crossed((0.1, 0.0), [{"preserve_rng_state": False}, {"early_stop": False}, {"determinism_check": "none"}]),
@@ -266,6 +273,7 @@ def test_options_of_the_checkpoint(options, dropout):
 
 
 # Without a GPU, there is no pinned memory.
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param({"offload": True}, marks=pytest.mark.gpu), {"every_n_layers": 2}], ids=str
 )
@@ -303,3 +311,13 @@ def test_a_wrapper_that_sets_use_reentrant():
     assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
     assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True
     assert not checkpoint_of(partial(lambda *a, use_reentrant=None, **k: checkpoint(*a, use_reentrant=True), x=1))
+
+
+def test_files_that_libraries_generate(monkeypatch, tmp_path):
+    """Their folders are named by variables, too."""
+    for number, variable in enumerate(VARIABLES):
+        file = str(tmp_path / f"folder{number}" / "generated.py")
+        assert not is_library_file(file, "generated")
+        is_library_file.cache_clear()
+        monkeypatch.setenv(variable, f"{tmp_path}/folder{number}/")
+        assert is_library_file(file, "generated")

@@ -185,6 +185,7 @@ def test_the_profile_captures_no_graphs_on_a_t4(monkeypatch):
         assert not graphs_module.is_slow(0)
 
 
+@pytest.mark.full
 def test_the_environment_turns_the_profile_on():
     code = "import bitsandbytes, nf4_patch as n; print(n.status().options['lora'].value, n.is_enabled())"
     done = python(f"import nf4_patch; {code}", NF4_PATCH="fast")

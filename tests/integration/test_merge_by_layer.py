@@ -101,6 +101,7 @@ def are_the_same(base: str, adapter: str, folder: Path, **options) -> dict[str, 
     return found
 
 
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("name", "packed"),
     [*((name, False) for name in ("llama", *ARCHITECTURES)), *((name, True) for name in ("llama", *CONFIGS))],
@@ -133,6 +134,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_kind_of_adapter(name, tmp_path):
     base = llama(tmp_path / "base")
@@ -275,6 +277,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_is_written(name, trained, tmp_path, monkeypatch):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
@@ -305,6 +308,7 @@ def test_an_interrupt_leaves_no_half_checkpoint(error, trained, tmp_path, monkey
     assert len(seen) == 2 and [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.full
 def test_a_model_needs_an_adapter(tmp_path):
     """Random weights are merged into a random model only."""
     command = ["python", EXAMPLES / "merge_adapter.py", "--model", tmp_path, "--out", "merged"]

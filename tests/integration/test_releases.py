@@ -63,6 +63,7 @@ def test_the_lower_bounds_of_pyproject_were_run():
     assert rows[1]["releases"]["torch"].startswith("2.6.0")
 
 
+@pytest.mark.full
 def test_the_installed_releases_go_together():
     """No package here forbids the release of another. Of Unsloth's dependencies some are missing: pip says that in other words."""
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)

@@ -35,6 +35,7 @@ def adapter_of(m, n, rank, parts, wide, generator):
     return torch.nn.functional.pad(inner, (0, -rank % 16)), b if wide else b.bfloat16()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=lambda case: "-".join(map(str, (case[1:]))))
 def test_it_adds_the_adapter(case):
     """The error against fp64 is no greater than peft's, which rounds the base's product, the adapter's, and their sum."""
@@ -62,6 +63,7 @@ def test_it_adds_the_adapter(case):
     assert (got.bfloat16() - truth).norm() <= (stock - truth).norm()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.max_m, *row.config))))
 @pytest.mark.parametrize("wide", [False, True])
 def test_rows_of_the_table_fit_into_shared_memory(row, wide):

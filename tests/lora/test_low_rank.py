@@ -30,6 +30,7 @@ def test_long_sums_are_as_accurate_as_in_fp32(device, rows, width, rank, wide):
         assert error(found, want) <= max(error(formula(*arguments, FP32), want), 1.2e-7)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("rows", "width", "rank"), SHAPES)
 def test_expand_rounds_once_and_writes_to_no_argument(device, rows, width, rank, wide):
@@ -59,6 +60,7 @@ def test_addresses_and_strides(device):
         assert torch.equal(launch.expand(inner, factor, True, 1, other), want[2])
 
 
+@pytest.mark.full
 def test_every_run_gives_the_same_bits(device):
     x, inner, factor = matrices(device, 512, 256, 16, True)
     first = launch.project(x, factor, True), launch.correlate(x, inner, True, 1.0)

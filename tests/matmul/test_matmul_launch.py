@@ -11,7 +11,7 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import support
 
-from nf4_patch.matmul import launch, small_m
+from nf4_patch.matmul import adapter, launch, small_m
 from nf4_patch.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.weight import PackedWeight
@@ -109,6 +109,36 @@ def test_what_is_supported(monkeypatch):
     x.device = device
     x.is_neg = lambda: True  # its memory is the negative of what it shows
     assert not supported(torch.float16, (9, 0))
+
+
+def test_which_adapters_are_supported():
+    def supported(
+        a=(8, 64), b=(32, 8), of_a=torch.bfloat16, of_b=torch.bfloat16, of_x=torch.bfloat16, m=4, place="cpu"
+    ):
+        x = torch.empty(m, 64, dtype=of_x)
+        return adapter.supports(x, m, 32, torch.empty(a, dtype=of_a, device=place), torch.empty(b, dtype=of_b))
+
+    fp32 = {"of_a": torch.float32, "of_b": torch.float32}
+    assert (
+        supported() and supported(**fp32) and supported((128, 64), (32, 128)) and supported((64, 64), (32, 64), **fp32)
+    )
+    assert not supported((128, 64), (32, 128), **fp32) and not supported((132, 64), (32, 132))
+    for shapes in [
+        ((8, 48), (32, 8)), ((8, 64), (16, 8)), ((8, 64), (32, 4)), ((6, 64), (32, 6)), ((0, 64), (32, 0)),
+        ((8, 64, 1), (32, 8)), ((8, 64), (32, 8, 1)),
+    ]:  # fmt: skip
+        assert not supported(*shapes), shapes
+    assert not supported(of_a=torch.float32) and not supported(of_a=torch.float16, of_b=torch.float16)
+    assert not supported(of_x=torch.float16) and not supported(place="meta") and not supported(m=65)
+
+
+def test_which_factors_the_kernels_can_read():
+    factor = torch.zeros(8, 64, dtype=torch.bfloat16)
+    freed = factor.clone()
+    freed.untyped_storage().resize_(0)
+    odd = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+    found = [adapter.is_readable(each) for each in (factor, odd, factor.t(), torch._neg_view(factor), freed)]
+    assert found == [True, False, False, False, False]
 
 
 def test_what_is_asked_of_the_compiler(monkeypatch):

@@ -61,6 +61,7 @@ DIALECTS = {
 }  # sm_80 is sm_90 but for the wait of a barrier
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("case", "capability"),
     [  # in each run every second case for one GPU: the seconds of a simulation add up
@@ -95,6 +96,7 @@ def test_every_row_of_the_table(row):
     has_the_bits_of_its_emulation(x, layout_of(*quantized((n, k), torch.bfloat16, "cpu")), row.config, None, H200)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("offset", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capability", [T4, H200])
 def test_an_offset_of_16_bits(offset, capability):

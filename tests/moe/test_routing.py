@@ -53,6 +53,7 @@ def close(got, exact, dtype):
     return bool((got - exact).norm() <= CLOSE[dtype] * exact.norm())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "width", [77, pytest.param(1, marks=pytest.mark.full), pytest.param(1040, marks=pytest.mark.full)]
 )
@@ -89,6 +90,7 @@ def same(function, formula, *inputs, dtype):
         assert close(got, exact, dtype)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("width", "adds"),
     [

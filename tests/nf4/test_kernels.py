@@ -38,6 +38,7 @@ def check(packed: torch.Tensor, state: F.QuantState) -> None:
         assert runtime.same_bits(got, upright)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("blocksize", [32, 64, 512])
 def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
@@ -52,6 +53,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("nested", "dtype", "blocksize"), LAYOUTS, ids=str)
 def test_layouts(dtype, blocksize, nested, device):
     for i, shape in enumerate(SHAPES + SHAPES[:1]):  # another table is another tensor: with each of the shapes one
@@ -74,6 +76,7 @@ def test_second_level_blocksizes(blocksize2, device):
 SPECIAL = [0.0, -0.0, 1e-38, 1e-39, 1e-45, 3e-38, math.inf, -math.inf, math.nan, 3e38, 65504.0, 7e4, 6e-8, 2e-40]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("offset", [0.0, 1e-39, math.inf])

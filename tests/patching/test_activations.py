@@ -148,6 +148,7 @@ def test_only_the_layers_that_fit_are_kept_the_first_ones(kwargs):
     assert "2 of 4 layers kept" in str(nf4_patch.status())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["gemma3", "mixture with a dense layer"])
 def test_layers_of_different_kinds(kind):
     def model():
@@ -180,6 +181,7 @@ def test_every_n_layers_and_layers_that_are_not_checkpointed():
     assert (status().kept, status().layers) == (2, 2)
 
 
+@pytest.mark.full
 def test_trainer_with_lengths_that_vary_and_accumulated_batches(tmp_path):
     rows = [{"input_ids": batch(48 - 4 * i, 1, i)[0], "labels": batch(48 - 4 * i, 1, i)[0]} for i in range(8)]
 
@@ -357,6 +359,7 @@ def test_gradients_of_some_inputs():
     assert equal(*found)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kwargs", "between"),
     crossed((NON_REENTRANT, REENTRANT), (nf4_patch.disable, nf4_patch.release)),
@@ -575,9 +578,18 @@ def test_a_size_that_was_not_measured_counts_as_the_next_larger_one():
     assert record.estimate(size(200, 200)) == 200 * MIB
     assert record.estimate(size(1000, 501)) is record.estimate(size(1001, 500)) is None
     assert record.estimate(module.InputSize(10, 10, (2,))) is None
+    record.exact.add(size(1, 1))
     for rows in range(1, 2 * module.SIZES):
         record.measured(size(rows, 1), MIB)
     assert len(record.sizes) == module.SIZES and record.estimate(size(1000, 500)) == 1000 * MIB
+    assert not record.exact  # the smallest was forgotten
+
+
+def test_bytes_that_graphs_keep_are_added_up_by_device():
+    found = module.Activations()
+    for device, size in [(2, 5), (2, 3), (0, 4), (2, -8)]:
+        found.add(device, size)
+    assert found.taken == {2: 0, 0: 4} and found.most == {2: 8, 0: 4}
 
 
 def peak_of(gpu, model, lengths):
@@ -726,6 +738,7 @@ def test_memory_that_others_hold_gives_way_too(gpu):
         spare.leave(user)
 
 
+@pytest.mark.full
 def test_the_next_training_starts_from_nothing(gpu):
     """When the optimizer of a training is freed, what this training needed counts no more."""
     nf4_patch.enable(activations="auto")

@@ -334,3 +334,51 @@ def test_what_the_allocator_takes(nbytes, settings, want):
 
 def test_no_reason_of_the_cache_has_the_name_of_a_fallback():
     assert not Uncached.__members__.keys() & Reason.__members__.keys()
+
+
+def test_a_storage_of_which_nothing_is_cached_is_dropped_without_an_effect(cache):
+    packed, state = weight()
+    first = read(cache, packed, state)
+    cache.drop_storage(-1)
+    assert read(cache, packed, state) is first
+
+
+def test_which_memory_would_belong_to_a_cuda_graph(monkeypatch):
+    """torch.compile warms a graph up on a side stream, so every side stream counts once its module is there."""
+    trees = "torch._inductor.cudagraph_trees"
+    found = []
+    for stream, capturing, imported in [(0, True, True), (7, True, False), (7, False, True), (7, False, False)]:
+        monkeypatch.setattr(store.runtime, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(store.runtime, "is_capturing", lambda capturing=capturing: capturing)
+        if imported:
+            monkeypatch.setitem(sys.modules, trees, sys)
+        else:
+            monkeypatch.delitem(sys.modules, trees, raising=False)
+        found.append(store.is_captured(INDEX))
+    assert found == [False, True, True, False]
+
+
+def test_nothing_is_cached_in_the_memory_of_a_cuda_graph(cache, monkeypatch):
+    packed, state = weight()
+    monkeypatch.setattr(store, "is_captured", lambda device: True)
+    assert torch.equal(read(cache, packed, state), expected(packed, state))
+    assert not cache.weights and cache.uncached == {Uncached.CUDA_GRAPH: 1}
+
+
+def test_a_weight_that_only_another_stream_reads_gives_its_place_up(cache, monkeypatch):
+    """Its next read caches it for that stream."""
+    packed, state = weight()
+    first = read(cache, packed, state)
+    stream = store.runtime.current_stream(INDEX)
+    monkeypatch.setattr(store.runtime, "current_stream", lambda device: stream + 7)
+    monkeypatch.setattr(store, "is_captured", lambda device: False)
+    for _ in range(store.OTHER_STREAM_READS):
+        assert cache.weights and read(cache, packed, state) is not first
+    assert not cache.weights and cache.uncached == {Uncached.OTHER_STREAM: store.OTHER_STREAM_READS}
+    assert read(cache, packed, state) is read(cache, packed, state)
+
+
+def test_a_budget_of_zero_drops_every_weight(cache):
+    first = read(cache, *weight())
+    cache.set_budget(0)
+    assert not cache.weights and first is not None

@@ -162,6 +162,7 @@ def started(monkeypatch):
     monkeypatch.setattr(runtime, "current_stream", runtime.current_stream)  # and back
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("nested", "name"), changes.EVERY)
 def test_a_change_is_noticed_by_the_next_read(nested, name, started):
     machine = Machine()

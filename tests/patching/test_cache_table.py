@@ -124,6 +124,7 @@ def cases():
             yield pytest.param(mode, form, marks=() if (mode, form) in FAULTS_WERE_IN or GPU else pytest.mark.full)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("mode", "form"), [*cases()])
 def test_every_change_in_every_mode(mode, form, linear_op, fresh_dynamo):
     nf4_patch.enable(cache=BUDGET)

@@ -41,6 +41,7 @@ def compiled(linear_op, fresh_dynamo):
 forward_and_backward = functools.partial(step, device=DEVICE, inputs=SIDE)
 
 
+@pytest.mark.full
 def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled):
     layer, module = compiled
     want = forward_and_backward(layer)
@@ -55,6 +56,7 @@ def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled):
         assert same(forward_and_backward(checkpointed), want)
 
 
+@pytest.mark.full
 def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
     """The compiled forward reads from the cache, and its traced backward dequantizes. Both eager passes read from the cache."""
     layer, module = compiled
@@ -70,6 +72,7 @@ def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
     assert (cache.misses, cache.hits) == (1, 5 * 3 - 1)
 
 
+@pytest.mark.full
 def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypatch):
     _, module = compiled
     nf4_patch.enable(cache=2**30)
@@ -82,6 +85,7 @@ def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypat
         assert same(forward_and_backward(module), want)
 
 
+@pytest.mark.full
 def test_a_module_that_was_called_before_it_was_quantized(fresh_dynamo, linear_op):
     layer = bnb.nn.Linear4bit(SIDE, SIDE, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16()
     module = torch.compile(layer, backend="aot_eager")

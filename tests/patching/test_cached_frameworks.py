@@ -20,6 +20,7 @@ TARGET = {
 }
 
 
+@pytest.mark.full
 def test_fsdp2():
     assert "REFILLED" in program("cached_fsdp2", interpreted=True).stdout
 

@@ -271,6 +271,7 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     assert cache.misses == 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("nested", "name"), crossed((True, False), fuzz.FAULTS, only=[*[*fuzz.FAULTS][::3], "absmax None"])
 )

@@ -42,6 +42,7 @@ def strided(tensor):
     return torch.stack([tensor, tensor], 1)[:, 0]
 
 
+@pytest.mark.full
 def test_linear4bit_forward_and_backward_fullgraph(patched, device):
     """One graph, no recompile from step to step; before PyTorch 2.8, which cannot trace a Params4bit, stock's graphs."""
     layer = linear(device)
@@ -64,6 +65,7 @@ def test_linear4bit_forward_and_backward_fullgraph(patched, device):
     assert counter.frame_count == (1 if fullgraph else stock.frame_count)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("dtype", "form"),
     crossed((torch.float16, torch.bfloat16, torch.float32), itertools.product((True, False), (True, False))),
@@ -119,6 +121,7 @@ def test_what_is_unsupported_while_tracing_leaves_the_original_in_the_graph(patc
     assert not ours(counter)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("field", ["dtype", "blocksize", "shape", "absmax", "quant_type"])
 def test_a_field_that_is_none_gets_the_originals_error_while_tracing(device, field):
     packed, state = quantized((64, 256), torch.bfloat16, device)
@@ -145,6 +148,7 @@ def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
     assert torch.equal(graph(packed), F.dequantize_4bit(packed, state))
 
 
+@pytest.mark.full
 def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, device):
     """While tracing, what bitsandbytes dequantizes and we do not: the original's numbers, one graph, no break."""
     unsupported = {

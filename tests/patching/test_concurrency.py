@@ -142,6 +142,7 @@ HALFWAY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", thinned(HALFWAY, 3))
 def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
     """Installed when that import is complete, over what stands there then; after one that failed with the next."""

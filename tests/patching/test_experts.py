@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,13 +36,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes import packed
+from nf4_patch.libraries.bitsandbytes.stacks import is_managed, packed_chains, stacks_of
 from nf4_patch.libraries.transformers import experts as adapter
 from nf4_patch.patching.counters import counters, warn_once
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
 ON = {"experts": "4bit"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "form"), crossed(CONFIGS, itertools.product((torch.float16, torch.bfloat16), (False, True))), ids=str
 )
@@ -54,6 +59,7 @@ def test_dtypes_and_layouts(name, form, patched):
     assert same(ours, step(model))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("lora", [False, True], ids=["frozen", "LoRA on them"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nothing_dense_is_saved(name, lora, patched, monkeypatch):
@@ -88,6 +94,7 @@ def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, mo
 CACHED = {"none": 0, "half": 0.5, "all": 1}  # of the dense stacks: how much of the reads it saves
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "how"), alternating(CONFIGS, itertools.product(CHECKPOINTING, CACHED)), ids=str)
 def test_a_step_is_the_same_to_the_bit(name, how, patched):
     checkpointing, part = how
@@ -198,6 +205,7 @@ def weights():
     return {(each.shape, each.dtype, each.kernel): each.weights for each in nf4_patch.status().shapes if each.weights}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
@@ -221,6 +229,7 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
 
 
+@pytest.mark.full
 def test_compiled_graphs_are_as_without_the_patch(patched):
     layer = Layer()
 
@@ -250,3 +259,21 @@ def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fre
     ours = counted()
     patched.disable()
     assert counted() == (ours[0], ours[1] + 3 * 2 * LAYERS) and ours[0] == 1
+
+
+def test_no_expert_is_no_decode(patched, monkeypatch):
+    """As for a batch in which no token goes to a process's experts."""
+    module = experts_of(model_of("qwen3"))[0]
+    stack = stacks_of(module, Dequantizer("test"))["down_proj"]
+    want = stack.dense()[:0]
+    monkeypatch.setattr(type(stack), "select", None)
+    found = stack[torch.empty(0, dtype=torch.int64)]
+    assert found.shape == want.shape and found.dtype is want.dtype
+
+
+def test_a_stack_that_bitsandbytes_packed_is_not_ours():
+    (module,) = experts_of(model_of("qwen3"))[:1]
+    (chain,) = list(packed_chains(module).values())[:1]
+    assert not is_managed(chain)
+    ours = torch.Tensor._make_subclass(packed.Params4bit, chain.original.data)
+    assert is_managed(SimpleNamespace(original=ours))

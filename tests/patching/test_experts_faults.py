@@ -117,6 +117,7 @@ def stock():
     return Layer().stock()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("size", "change"), crossed(("off", "1GiB"), REPLACING, every=3))
 def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size, patched):
     _, want = stock()
@@ -203,6 +204,7 @@ def test_double_backward(patched):
 # --- compiled autograd ---
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("around", "backend"), [pytest.param("the step", "aot_eager", marks=pytest.mark.full), ("the backward", "eager")]

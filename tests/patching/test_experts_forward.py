@@ -104,6 +104,7 @@ def ratios_of(found, want, exact):
     return {key: error(found[key], exact[key]) / error(want[key], exact[key]) for key in exact if key != "loss"}
 
 
+@pytest.mark.full
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
     """Compare the error of every gradient against fp64, averaged over steps, because errors of single steps vary by half."""
     ratios = []
@@ -117,6 +118,7 @@ def test_errors_of_a_step_are_no_larger_than_transformers(own):
     assert statistics.mean(mean.values()) <= 1.02 and max(mean.values()) < 1.3, mean
 
 
+@pytest.mark.full
 def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
     """Compare the errors of the output and of the gradients of input and router weights against fp64."""
     model = model_of("qwen3", HALF, lora=False)
@@ -148,6 +150,7 @@ def test_a_checkpointed_step_is_the_same(how, own):
     assert same(step(model), plain) and own.calls > LAYERS and not reasons()
 
 
+@pytest.mark.full
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     """No tensor is saved after the last product. A checkpointed layer therefore runs two products in the forward, and one in the recompute."""
     model, product, finished = adapted("qwen3"), ExpertWeight.multiplied, []
@@ -176,6 +179,7 @@ def test_nothing_of_a_checkpointed_step_is_left(own):
     assert own.calls == 2 * LAYERS and inputs and not any(reference() is not None for reference in inputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])
 def test_a_recompute_that_chooses_another_expert(name, own):
     """The gradients equal those of transformers' forward, although the recompute sorts the rows in another order."""
@@ -202,6 +206,7 @@ def test_a_recompute_that_chooses_another_expert(name, own):
     assert max(error(want[key], plain[key]) for key in want) > 1e-2  # the flips were felt
 
 
+@pytest.mark.full
 def test_under_autocast(own):
     """Activations and the router's weights are fp32 and experts 16-bit, as in a Trainer. The router is trained too."""
     layer = Layer()
@@ -323,6 +328,7 @@ class Scale(torch.nn.Module):
         return weight * self.by
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "how"), [("qwen3", "base"), ("gpt-oss", "base"), ("qwen3", "parametrization")])
 def test_a_trained_down_proj_under_lora_and_a_users_parametrization(name, how, own):
     model = model_of(name, torch.float32, lora=False, stacks=() if how == "base" else tiny_experts.STACKS)
@@ -351,6 +357,7 @@ def doubling(function, wrapped):
     return functools.wraps(function)(theirs) if wrapped else theirs
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "when", "wrapped", "stacks"),
     [
@@ -412,6 +419,7 @@ def alone(module):
     module.forward = lambda x, ids, weights: x + module.down_proj.sum() + module.gate_up_proj.sum()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stacks", [(), STACKS], ids=["16 bits", "packed"])
 @pytest.mark.parametrize("way", [by_subclass, by_class, by_instance, alone, "eager"])
 def test_an_own_forward_of_the_experts_runs(way, stacks, patched, monkeypatch):
@@ -446,6 +454,7 @@ def test_batched_gradients_and_second_derivatives(trains, own):
     assert own.calls and max(map(error, found, want)) < 1e-5
 
 
+@pytest.mark.full
 def test_second_derivatives_with_lora(own):
     model = adapted("qwen3")
 

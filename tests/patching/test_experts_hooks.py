@@ -113,6 +113,7 @@ WATCHING = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("way", "implementation"),
     [
@@ -141,6 +142,7 @@ def test_nobody_is_passed_by(way, implementation, patched, monkeypatch):
     assert reasons(implementation) == {Reason.HOOKED: 1} and hits(implementation) == before > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", WATCHING)
 def test_watching_hooks_are_called_as_often(way, patched):
     layer, calls = Layer(), []

@@ -55,6 +55,7 @@ MERGING = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "way", ["merge", *(pytest.param(way, marks=pytest.mark.full) for way in ("second", "unmerge"))]
 )

@@ -68,6 +68,7 @@ def packed():
     return model_of("qwen3", torch.float32, lora=False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("way", "own"), crossed((by_class, by_module), (False, True)))
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
     """Losses and gradients, including the adapters', equal those without Liger; with the PyTorch forward they are bit-identical."""

@@ -122,6 +122,7 @@ def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
         return model, loaded(packed, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", architectures())
 def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp_path):
     one_dense_layer = {"first_k_dense_replace": 1} if name in ("glm4", "deepseek-v3") else {}
@@ -159,6 +160,7 @@ def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp
 DTYPES = ((torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("dtypes", "how"), crossed(DTYPES, itertools.product(("nf4", "fp4"), (True, False))), ids=str)
 def test_the_configuration_decides(qwen3, tmp_path, dtypes, how):
     """FSDP needs packed bytes that are stored as another dtype than uint8, for every dtype of the model."""
@@ -172,6 +174,7 @@ def test_the_configuration_decides(qwen3, tmp_path, dtypes, how):
     equal_state_dicts(model, reloaded)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("skipped", "unpacked"),
     [("model.layers.0", "layers.0."), ("model.layers.0.mlp.experts", "layers.0."), ("experts", "experts"),
@@ -251,6 +254,7 @@ def packed_one_by_one(folder, experts=lambda key: ".experts." in key, rename=lam
 ONE_BY_ONE = {"nested": {}, "flat": {"compress_statistics": False}, "in bf16": {"quant_storage": torch.bfloat16}}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), crossed(("qwen3", "mixtral"), ONE_BY_ONE))
 def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_path):
     """The joined stack decodes bit-identically to the single experts, and is saved as a packed checkpoint."""
@@ -278,6 +282,7 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
         assert type(parametrization(model, f"{path}.down_proj")[0]).__name__ == "Params4bit"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("options", "found"),
     [({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096"),
@@ -316,6 +321,7 @@ class Alive(TorchDispatchMode):
         return result
 
 
+@pytest.mark.full
 def test_two_stacks_in_16_bits_at_a_time_and_no_more(tmp_path):
     """At most one stack is dense at a time, plus an eighth for all other weights. Without the option all stacks are dense, which checks the measurement."""
     stacks = saved(random_model("qwen3", num_hidden_layers=4, num_experts=32), tmp_path)
@@ -383,6 +389,7 @@ def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monke
         packed_of(qwen3[0])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("option", [None, "4bit"])
 def test_other_models_are_loaded_as_they_are(option, tmp_path):
     """Load a dense model in 4 bits and a mixture in 16; without the option, a mixture in 4 bits with experts in 16."""
@@ -402,6 +409,7 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 # --- what is made of a loaded model ---
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", thinned((torch.uint8, torch.float16, torch.bfloat16), 2), ids=str)
 def test_packed_bytes_are_no_numbers(qwen3, storage):
     """Preparing for k-bit training and casting keep the packed bytes. Each byte counts as two weights."""
@@ -488,6 +496,7 @@ AFTERWARDS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("off", "name"), crossed(("after the block", "after disable()"), AFTERWARDS, every=3))
 def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, qwen3, tmp_path):
     """A state_dict has the same names and bytes whether the option is on or off."""
@@ -518,6 +527,7 @@ def test_peft_is_imported_after_the_block(qwen3, tmp_path):
     program("experts_after_the_block", qwen3[0], tmp_path)
 
 
+@pytest.mark.full
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
     """Four steps give the same result as two steps, a checkpoint, and two more steps, with adapters on the attention."""
     from peft import LoraConfig, get_peft_model

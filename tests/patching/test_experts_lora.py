@@ -105,6 +105,7 @@ def test_frozen_experts_are_the_same_to_the_bit(name, option):
     assert same(ours, step(model))
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on an H200 they are: up to 1.09 times on average")
 @pytest.mark.parametrize("name", architectures())
 def test_errors_are_no_larger_than_pefts(name, stock):
@@ -125,6 +126,7 @@ def test_errors_are_no_larger_than_pefts(name, stock):
         assert error(ours["loss"], exact["loss"]) < 2**-9
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "how"), alternating(CONFIGS, ("reentrant", "recomputed", "cached", "accumulated", "autocast"))
 )
@@ -166,6 +168,7 @@ def test_experts_without_tokens_have_no_gradient(stock):
 # --- files ---
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="peft alone loads onto the CPU")
 def test_files_are_pefts(option, tmp_path):
     """Adapters saved with the patch load with peft alone onto experts in 16 bits, and vice versa, whichever stack is packed first."""
@@ -269,6 +272,7 @@ def beside_another(model, folder):
     return model
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("load", "said"), crossed((by_peft, by_transformers, beside_another), LAYOUTS, every=2))
 def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
     """An adapter whose lora_B has another order than peft's is refused on dense experts, and on packed experts even with the option off."""
@@ -390,6 +394,7 @@ COPIED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", COPIED)
 @pytest.mark.parametrize("second", [False, True])
 def test_a_copy_of_packed_experts_is_refused(how, second):
@@ -406,6 +411,7 @@ def test_a_copy_of_packed_experts_is_refused(how, second):
     assert all(map(torch.equal, bytes_of(model), before)) and torch.equal(logits(model), want)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", COPIED)
 def test_a_copy_of_experts_in_16_bits_is_pefts(how, stock):
     """Other modules may be copied beside packed experts, too."""
@@ -473,6 +479,7 @@ OF_ONE = {  # a bias, which peft parametrizes while the experts run, and a stack
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "said"),
     [*crossed(("gpt-oss", "mixtral", "glm4"), SAID, every=2), *((OF_ONE[each][0], each) for each in OF_ONE)],
@@ -621,6 +628,7 @@ BETWEEN = {
 ADAPTERS = ("second", "both", "first")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mode"), crossed(CONFIGS, MODES, every=3))
 def test_a_step_after_what_people_do_between_two(name, mode, option):
     """Losses and gradients equal peft's on dense experts after every switch, in every order."""
@@ -672,6 +680,7 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
         assert not parametrize._cache_enabled and not parametrize._cache
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.full)], ids=["nested", "flat"])
 def test_taken_out_as_it_was_merged(nested, option):
     """Merge and unmerge five times, as GRPO with vLLM does, while the adapters change: with two adapters, and also with the patch off."""
@@ -774,6 +783,7 @@ COPIES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_taken_out_as_it_was_merged(way, option):
     """Unmerging restores the original bytes in a copy of a merged model, and in the model itself."""

@@ -43,6 +43,7 @@ def adapted(name, dtype=torch.float32):
 
 
 # gpt-oss has a bias, Gemma 4 a gate that the kernel does not have; in a half precision prepare_model_for_kbit_training makes fp32 of a bias
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "implementation"), crossed(("gpt-oss", "qwen3", "gemma4"), ("grouped_mm", "batched_mm"))
 )
@@ -78,6 +79,7 @@ def selective(policy, **options):
     return {"use_reentrant": False, "context_fn": contexts}
 
 
+@pytest.mark.every(3)
 @IN_PYTORCH
 @pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
 def test_selective_checkpointing(name, policy, ours):
@@ -126,6 +128,7 @@ AROUND = {
 }
 
 
+@pytest.mark.every(2)
 @IN_PYTORCH
 @pytest.mark.parametrize(("name", "around"), crossed(("qwen3", "gpt-oss"), AROUND))
 def test_hooks_that_keep_what_is_saved_get_nothing_dense(name, around, ours):

@@ -191,6 +191,7 @@ def at_one_address():
             yield nested, field, change, reason, in_place
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("nested", "field", "change", "reason", "in_place"), [*at_one_address()])
 def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, nested, field, change, reason, in_place):
     """What is changed of a weight that was served, and changed back, gets the answer of one that was not served before."""

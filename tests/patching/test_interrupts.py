@@ -35,6 +35,7 @@ def line_of_finally(function):
     return next(i for i, text in enumerate(inspect.getsourcelines(function)[0]) if "finally:" in text)
 
 
+@pytest.mark.full
 def test_the_cache_is_what_the_next_call_says(linear_op):
     """An interrupt while it is switched on, off, or to another size or mode."""
     packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
@@ -53,6 +54,7 @@ def test_the_cache_is_what_the_next_call_says(linear_op):
             assert cache.mode == before and (cache.auto is not None) == (before == "auto"), line
 
 
+@pytest.mark.full
 def test_a_block_that_is_interrupted_leaves_the_patch_as_it_was(script):
     original, where = F.dequantize_4bit, []
     body = inspect.unwrap(hooks.block)

@@ -171,6 +171,7 @@ def errors_of(device, precision, size):
     return [[statistics.mean(tensor) for tensor in zip(*found, strict=True)] for found in errors.values()]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("size", "precision"), crossed((1, 0.01), PRECISIONS, every=3))
 def test_as_accurate_as_peft(device, precision, size):
     """With a small adapter, y and the gradient of x are almost those of the base weight, so only these two are compared."""
@@ -369,6 +370,7 @@ def test_the_result_is_no_view(device, shape, of_x):
     assert counters.hits(TARGET) and not fallbacks(TARGET)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "adapters"),
     crossed(("TRL", "fp32 adapters", "packed in bf16, norms in fp32, T4"), (["default"], ["default", "other"])),
@@ -593,6 +595,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     config, change, reason = REFUSED[kind]
@@ -665,6 +668,7 @@ def test_a_mixed_batch_is_peft_s(device):
     assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
 
 
+@pytest.mark.full
 def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     """torch.compile makes a single graph, without a break or a recompilation, bit-identical to compiled peft."""
     model, x, results = adapted(device, layers=2, biased=True), inputs(device), []
@@ -680,6 +684,7 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     assert not fallbacks(TARGET) and not counters.hits(TARGET)
 
 
+@pytest.mark.full
 def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
     """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of our functions."""
     model, x = adapted(device, layers=2), inputs(device)

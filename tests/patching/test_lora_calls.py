@@ -162,6 +162,7 @@ def outcome(program, model, x, around, autocast):
             return type(error)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("program", "case"), crossed(PROGRAMS, itertools.product(DTYPES, CHECKPOINTS)), ids=str)
 @pytest.mark.parametrize("multiplied_by", ["kernels", "PyTorch"])
 def test_a_program_computes_what_peft_computes(device, program, case, multiplied_by, monkeypatch):

@@ -131,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("option", "case"), crossed(("off", "fused"), CASES, every=3))
 def test_as_accurate_as_peft(few, case, option):
     dtype, rank, size, autocast, bias = CASES[case]
@@ -179,6 +180,7 @@ def other_memory(model):
 CHANGES = (trained, loaded, rescaled, resized, other_memory)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("option", "change"), crossed(("off", "fused"), CHANGES))
 def test_a_changed_adapter_is_used_at_the_next_call(few, change, option):
     model, x = lora.adapted(few), rows_of(few, 8)
@@ -327,6 +329,7 @@ def ops(counter):
     return [name for name in names if "nf4_patch" in name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("option", "dtype"), crossed(("off", "fused"), (BF16, FP32)), ids=str)
 def test_compiled_it_is_one_op(few, dtype, option):
     """In one graph, with the bits of the eager call, and with the adapter of the latest optimizer step."""
@@ -340,6 +343,7 @@ def test_compiled_it_is_one_op(few, dtype, option):
     assert counter.frame_count == 1 and ops(counter) == ["nf4_patch.matmul_lora_4bit"] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", thinned(("65 rows", "rank 6", "x in fp32", "several adapters", "disabled"), 2))
 def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     options, change, _ = REFUSED[case]
@@ -356,6 +360,7 @@ def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
     assert counter.frame_count == 1
 
 
+@pytest.mark.full
 def test_compiled_with_any_number_of_rows(few):
     """Another number of rows compiles once more; every further number runs in that graph."""
     model = lora.adapted(few)

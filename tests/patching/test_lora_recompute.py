@@ -105,6 +105,7 @@ AROUND = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("around", "when"), crossed(AROUND, itertools.product(("forward", "backward"), CIRCUMSTANCES)), ids=str
 )
@@ -127,6 +128,7 @@ def test_what_is_there_in_one_of_both_only(model, device, around, when):
     lora.assert_close(step(model, x), want, TOLERANCE)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("circumstance", thinned(CIRCUMSTANCES, 2))
 def test_each_forward_has_its_own_decision(model, device, circumstance):
     """Two forwards of the same layers before one backward, then two backwards through a retained graph."""

@@ -114,6 +114,7 @@ def models():
     return [adapted(device, seed) for seed in (0, 10)]
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("run", "how"),
     crossed(itertools.product(ADAPTERS, (None, lora.BF16)), itertools.product(CHECKPOINTS, MODES, MODES)),
@@ -176,6 +177,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_comes_between(block, device, change):
     theirs, x = copy.deepcopy(block), inputs(device).detach()

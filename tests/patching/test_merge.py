@@ -86,6 +86,7 @@ def on(device):
     return device
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [("default",), ("default", "other")])
 def test_five_syncs_change_no_byte(on, kind, adapters):

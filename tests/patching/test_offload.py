@@ -76,6 +76,7 @@ EACH = [("recomputed", True), ("kept", False)]
 OTHERS = [(way, nested) for way in CHECKPOINTING for nested in (True, False) if (way, nested) not in EACH]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("way", "nested"), [*EACH, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)])
 def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested):
     want = train(with_lora(model_of(folder, "off", nested=nested)), checkpointing=CHECKPOINTING[way])
@@ -108,6 +109,7 @@ def test_generation_evaluation_and_a_skipped_layer(folder, anywhere, patched):
                     assert torch.equal(stack, getattr(module, name))
 
 
+@pytest.mark.full
 def test_merging_is_seen(folder, anywhere, patched):
     resident, model = (with_lora(model_of(folder, where)) for where in ("off", "all"))
     for each in (resident, model):
@@ -161,6 +163,7 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
     assert len(gpu.pinned) == LAYERS  # the other stack of the layer lies there still
 
 
+@pytest.mark.full
 def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
     """After an ``enabled()`` block, and under torch.compile, the stack is read directly from host memory."""
     with patched.enabled(experts="4bit", offload="all"):
@@ -198,6 +201,7 @@ def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
         assert torch.equal(half.dense(), stack.dense()[:3])
 
 
+@pytest.mark.full
 def test_after_inference_mode(folder, gpu, patched):
     found = []
     for where in ("off", "all"):  # on a CPU bitsandbytes packs linear layers otherwise from then on
@@ -208,6 +212,7 @@ def test_after_inference_mode(folder, gpu, patched):
     assert counts().fetches and same_steps(*found)
 
 
+@pytest.mark.full
 def test_named_after_loading(folder, anywhere, patched):
     """Switching the option after loading moves nothing, in either direction."""
     resident, model = model_of(folder, "off"), model_of(folder)
@@ -217,6 +222,7 @@ def test_named_after_loading(folder, anywhere, patched):
         assert all(in_host(model).values()) and not any(in_host(resident).values())
 
 
+@pytest.mark.full
 def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path):
     resident, model = (model_of(folder, where) for where in ("off", "all"))
     torch.save(model.state_dict(), tmp_path / "state.pt")
@@ -239,6 +245,7 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
 # --- the budget ---
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layers", "short", "resident"),
     [pytest.param(2, 0, [], marks=pytest.mark.full), pytest.param(3, 0, [3], marks=pytest.mark.full), (4, 1, [2])],
@@ -379,6 +386,7 @@ def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
     assert torch.equal(logits(model), want)
     patched.disable()
     assert torch.equal(logits(model), want) and counts().fetches == before
+    assert all(buffer.block is None for each in prefetch.prefetchers.values() for buffer in each.buffers)
     patched.enable(experts="4bit", offload="all")
     assert torch.equal(logits(model), want) and counts().fetches > before
 
@@ -394,6 +402,7 @@ def test_inside_a_capture_nothing_is_fetched(folder, gpu, patched):
 # --- with others ---
 
 
+@pytest.mark.full
 def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
     want = train(with_lora(model_of(folder, "off")))
     patched.enable(cache="1GiB")
@@ -405,6 +414,7 @@ def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
     patched.enable(cache="off")
 
 
+@pytest.mark.full
 def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched):
     want = logits(model_of(folder, "off"))
     models = [model_of(folder) for _ in range(2)]
@@ -418,6 +428,7 @@ def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched):
     together(*(functools.partial(run, model) for model in models))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("where", ["copy", "current_stream"])
 def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, where):
     model = with_lora(model_of(folder))

@@ -94,6 +94,7 @@ def logits(model: Any) -> torch.Tensor:
 # --- loading ---
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("source", ["folder", "packed_folder"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_each_weight_leaves_before_the_next_comes(request, gpu, patched, monkeypatch, source, nested):
@@ -168,6 +169,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -196,6 +198,7 @@ def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, option
     assert max(blocks.values()) <= 2 and len(blocks) <= LAYERS  # no weight is copied by itself
 
 
+@pytest.mark.full
 def test_a_size_is_spread_over_the_layers(folder, gpu, patched):
     (size,) = set(sizes_of(model_of(folder, "off")))
     want = train(with_lora_on_all(load_dense(folder)))
@@ -293,6 +296,7 @@ def test_readers(folder, patched, tmp_path):
     assert torch.equal(*dense)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("options", [{}, {"merge": "reversible"}])
 def test_merged_layers_stay_in_host_memory(folder, patched, options):
     found = []
@@ -312,6 +316,7 @@ def test_merged_layers_stay_in_host_memory(folder, patched, options):
     assert not all(map(torch.equal, found[1][0], found[1][1]))
 
 
+@pytest.mark.full
 def test_prepared_for_training_and_cached(folder, patched):
     from peft import prepare_model_for_kbit_training
 

@@ -93,6 +93,7 @@ def ours_that_run(function, arguments):
     return seen
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "target", thinned((row for row in TARGETS if not row.permanent), 4), ids=lambda target: target.name
 )
@@ -253,6 +254,7 @@ def copies(script):
     return script.dequantize_4bit, script.late.dequantize_4bit
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("while_on", "wrapper"), crossed((True, False), [*WRAPPERS, "ours, put back by hand"]))
 def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrapper, while_on):
     """Somebody wraps ours, or puts it back by hand: copies in other modules are patched by enable() and restored by disable()."""
@@ -313,6 +315,7 @@ def test_copies_are_restored_after_the_name_went_to_somebody_else(script, theirs
     assert copies(script) == (script.original, script.original) and F.dequantize_4bit is script.original
 
 
+@pytest.mark.full
 def test_replacements_of_which_nothing_is_left_are_forgotten(script):
     for _ in range(20):
         F.dequantize_4bit = functools.partial(unrelated)

@@ -25,6 +25,7 @@ def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
     return "theirs"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("gpus", [[(9, 0)], [(7, 5)], [(9, 0), (7, 5)]], ids=str)
 def test_who_serves_a_call(used, gpus, device, monkeypatch):

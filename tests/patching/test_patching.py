@@ -69,6 +69,7 @@ def test_dequant_linear_fallback(on, linear_op):
     assert counters.hits(name) == 5 and not fallbacks(name) and not counters.errors
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shape", "storage"),
     [((96, 256), torch.uint8), ((96, 256), torch.bfloat16), ((2, 2), torch.bfloat16), ((2, 4), torch.float32),
@@ -278,6 +279,7 @@ DEQUANTIZED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("mode", "how"), crossed(itertools.product((True, False), "01"), DEQUANTIZED), ids=str)
 def test_what_is_in_cpu_packing_is_not_dequantized(mode, how, fresh_dynamo, monkeypatch):
     """It would be wrong without a word. The evaluation itself is right, with the patch and without."""
@@ -388,6 +390,7 @@ def compiled(function):
     return torch.compile(function, backend="eager")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("run", [lambda function: function, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("cached", ["off", "1MiB"])
 @pytest.mark.skipif(

@@ -94,6 +94,7 @@ def product(monkeypatch):
     return value
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("make", "name"), crossed((tripled, another), (MATMUL, GEMV, KERNEL, LINEAR)))
 def test_their_function_runs(linear_op, product, name, make):
     arguments, theirs = arguments_of(name, linear_op), torch.full((3,), 3.0)
@@ -124,6 +125,7 @@ def test_theirs_runs_under_plain_enable_too(linear_op, make, caplog):
     assert sum(LINEAR in message for message in caplog.messages) <= 1  # once in a process
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [MATMUL, LINEAR])
 def test_a_harmless_wrapper_is_still_replaced(linear_op, product, name):
     """PyTorch's own decorators, and a replacement of ours that somebody kept and put back."""

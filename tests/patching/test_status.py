@@ -16,7 +16,8 @@ import nf4_patch
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import cache
 from nf4_patch.libraries.bitsandbytes.adapters import COMPUTES_IN_FP32
-from nf4_patch.patching import counters, hooks
+from nf4_patch.options import OPTIONS
+from nf4_patch.patching import counters, effects, hooks
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import TARGETS
@@ -108,6 +109,10 @@ def test_a_state_that_needs_attention_is_a_line(state):
     text = str(Status(True, (TargetStatus(DEQUANTIZE, State.PATCHED, 1), TargetStatus(name, state))))
     assert (name in text) == (state in (State.WRAPPED, State.DISPLACED, State.REFUSED))
     assert f"{state}" == state.value == json.loads(json.dumps(state))
+
+
+def test_an_option_before_its_first_call():
+    assert effects.line("lora", effects.Effect("fused")) == f'lora="fused": no {OPTIONS["lora"].calls} yet'
 
 
 def test_as_data_nothing_is_left_out(on):

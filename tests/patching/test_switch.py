@@ -41,6 +41,7 @@ def test_import_and_switching_are_cheap_and_silent():
     assert done.stdout == done.stderr == ""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("order", ["enabled-first", "enabled-last"])
 def test_either_import_order(order):
     program("import_order", order, interpreted=True)
@@ -56,6 +57,7 @@ def entry_point():
 PATCHED = "hasattr(bitsandbytes.functional.dequantize_4bit, '__wrapped__')"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("code", "variables", "said"),
     [
@@ -110,6 +112,7 @@ def standing():
     return found
 
 
+@pytest.mark.full
 def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
     for module in ("transformers.integrations.moe", "transformers.quantizers.auto", "peft.tuners.lora.layer"):
         with contextlib.suppress(ImportError):
@@ -240,6 +243,7 @@ OFF = dict.fromkeys(OPTIONS, "off")
 SIZE = 2**20
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_as_argument_and_as_variable(option, monkeypatch):
     """The argument goes first, then what is in force, then the variable, which counts again after disable()."""
@@ -259,6 +263,7 @@ def test_an_option_as_argument_and_as_variable(option, monkeypatch):
         assert in_force() == OFF
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_that_is_not_named_stays(option, monkeypatch):
     """Of a second call and of a block, for every option; also where its variable was changed meanwhile, to nonsense too."""
@@ -399,6 +404,7 @@ errors: tuple[type[Exception], ...] = (ConfigError, FallbackError, StaleWeightEr
 """
 
 
+@pytest.mark.full
 def test_a_users_program_type_checks_strictly(tmp_path):
     (tmp_path / "user.py").write_text(USER + 'enable(lora="fusd")\n')
     config = f"[mypy]\nstrict = true\nfollow_imports = silent\nmypy_path = {Path(nf4_patch.__file__).parents[1]}\n"

@@ -88,6 +88,7 @@ def test_every_part_of_the_package_names_the_same_watcher(device, watcher):
         assert dense is reason or (reason in (None, Reason.DISPATCH_MODE) and type(dense) is torch.Tensor)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "watcher"),
     crossed(itertools.product((torch.bfloat16, torch.float32), (None, torch.bfloat16)), WATCHERS),

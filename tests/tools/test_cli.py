@@ -96,6 +96,7 @@ def test_doctor_with_a_gpu(tmp_path):
     assert list(gpu["kernels"]) == ["float16", "bfloat16", "float32"] and not gpu["failures"]
 
 
+@pytest.mark.full
 @WITHOUT_GPU
 def test_a_terminal_of_80_columns_cuts_no_word_and_shows_another_character_for_one_that_it_has_not():
     done = python("""
@@ -344,6 +345,7 @@ def write_not(weight):
     weight.view(-1)[-1:].fill_(float("nan"))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("mistake", "on"), [(flip_one_bit, False), (flip_one_bit, True), (write_not, False)])
 def test_verify_finds_one_element(mistake, on, few_cases, monkeypatch, tmp_path):
     """Also where the patch is on: bitsandbytes is the oracle, never our replacement of it."""

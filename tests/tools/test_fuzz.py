@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_any_state(examples):
     @settings(deadline=None, max_examples=examples)
@@ -32,6 +33,7 @@ def test_any_state(examples):
 WELL_FORMED = drawn(4, 3, states(DEVICE.type))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_ends_as_its_row_says(fault):
     fuzzer = Fuzzer(DEVICE)
@@ -67,6 +69,7 @@ def spilled(packed, result, out):
     return result
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("wrong", "mismatches", "out_of_bounds"),
     [(flipped, 1, 0), (spilled, 0, 1), (lambda packed, result, out: Reason.SIZE_MISMATCH, 1, 0)],

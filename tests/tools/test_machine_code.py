@@ -103,6 +103,7 @@ REFUSED = [  # the words, the exit code, what stderr says
 ]  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
 def test_what_cannot_be_done_is_said(words, code, said):
     done = script(SCRIPT, *words, check=False)

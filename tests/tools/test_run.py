@@ -37,6 +37,7 @@ def reported(*words: object, folder: Path, options: tuple[str, ...] = REPORT, **
     return done, {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("report*.json"))}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -59,6 +60,7 @@ def test_a_command_is_as_without_us_and_patched(words, text, tmp_path):
     assert "True" in ours.stdout
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
@@ -129,6 +131,7 @@ def with_empty_bitsandbytes(folder: Path, script: str = "import bitsandbytes") -
 FULL_DISK = pytest.param("2>/dev/full", "/dev/full", marks=pytest.mark.full)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("between", ["& ", pytest.param("; ", marks=pytest.mark.full)])
 def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
     """The first as it would be alone, and those that end after it. Another run begins anew, whatever the file holds."""
