@@ -79,8 +79,8 @@ class Cache(dequantizer.Reader):
             self.pinning, self.pins = -1, []
 
     def invalidate(self, entry: CacheEntry) -> None:
-        """Free an entry's dense copy. This runs at any time, in any thread, when a tensor of the packed weight is freed."""
-        entry.views = None
+        """Free what an entry holds. This runs at any time, in any thread, when a tensor of the packed weight is freed."""
+        entry.views, entry.scales = None, ()  # scales may lie in pinned host memory, with the whole layer
         self.death = object()
 
     @property

@@ -254,6 +254,16 @@ def test_a_larger_batch_finds_no_resident_copy_in_its_first_layer(folder, patche
     assert seen == [0, 0]
 
 
+def test_host_memory_is_freed_with_the_model_while_its_weights_are_cached(folder, patched, gpu):
+    """Before anything else reads the cache: the next model may need the memory."""
+    model = model_of(folder, cache="1GiB")
+    train(model, 3)
+    assert cache.hits and host_memory.blocks
+    del model
+    gc.collect()
+    assert not host_memory.blocks
+
+
 @pytest.mark.parametrize("offload", ["all", "off"])
 def test_switched_to_another_value(folder, patched, gpu, offload):
     model = model_of(folder)
