@@ -186,7 +186,11 @@ def rollouts(ours: str, other: str) -> list[Record]:
     """Return how many times as fast one side generates as another, with 8 and 32 sequences."""
     theirs = {row["batch"]: row for row in generated(side=other)}
     return [
-        row | {"clock": WALL_TIME, "speedup": times(row["tokens_s"] / base["tokens_s"], max(NOISE, row["spread"], base["spread"]))}
+        row
+        | {
+            "clock": WALL_TIME,
+            "speedup": times(row["tokens_s"] / base["tokens_s"], max(NOISE, row["spread"], base["spread"])),
+        }
         for row in generated(side=ours)
         for base in [theirs.get(row["batch"])]
         if row["batch"] in (8, 32) and base

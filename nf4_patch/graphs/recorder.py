@@ -232,13 +232,27 @@ class Recorder:
         self.check(part, held)
 
     def check(self, part: int, held: int) -> None:
-        found = MemoryInfo.of(self.device)
-        limit = found.free + found.reserved - found.margin
         peak = memory(self.device, "allocated_bytes", "peak")
         if peak > self.peak:
             self.peak, self.rest = peak, max(self.rest, peak - held)
-        if self.taken + self.rest - part > limit:
-            gib = [f"{size / 2**30:.2f} GiB" for size in (self.taken, self.rest - part, limit)]
+        self.require(self.device, self.taken, self.rest - part)
+
+    @staticmethod
+    def require(device: int, taken: int = 0, rest: int | None = None) -> None:
+        """Check that the GPU has enough memory for graphs and the rest of a step.
+
+        Args:
+            taken: bytes of the graphs.
+            rest: bytes of the rest of a step, or None for the peak so far.
+
+        Raises:
+            torch.OutOfMemoryError: it has too little.
+        """
+        found = MemoryInfo.of(device)
+        limit = found.free + found.reserved - found.margin
+        rest = memory(device, "allocated_bytes", "peak") if rest is None else rest
+        if taken + rest > limit:
+            gib = [f"{size / 2**30:.2f} GiB" for size in (taken, rest, limit)]
             raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
 
     # --- what a graph cannot repeat ---

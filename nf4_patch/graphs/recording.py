@@ -82,13 +82,15 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
     except Refusal as refusal:
         return refusal.refused
     with graphs.lock:
-        if call.trains and call.key not in graphs.recordings and call.key not in graphs.kept:
-            # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
-            give_back()
+        is_first = call.trains and call.key not in graphs.recordings and call.key not in graphs.kept
         while True:
             recorder = None
             try:
-                recorder, keeper = recorder_for(call.x.get_device(), keeps)
+                recorder, keeper = recorder_for(call.x.get_device(), keeps, call.trains)
+                if is_first:
+                    # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
+                    give_back()
+                    is_first = False
                 found = made(call, task, recorder, keeper)
             except Refusal as refusal:
                 return refusal.refused
@@ -110,7 +112,16 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
                 return found
 
 
-def recorder_for(device: int, keeps: bool) -> tuple[Recorder, Keeper | None]:
+def recorder_for(device: int, keeps: bool, trains: bool) -> tuple[Recorder, Keeper | None]:
+    """Return the GPU's recorder for training or decode steps, or the one of kept layers, with its Keeper.
+
+    Raises:
+        torch.OutOfMemoryError: there is no recorder yet, and no memory for graphs of a training.
+    """
+    if trains and not (graphs.keepers if keeps else graphs.recorders).get(device):
+        Recorder.require(
+            device
+        )  # A recorder takes memory that stays, and an emptied cache of PyTorch fragments memory.
     if not keeps:
         recorder = graphs.recorders.get(device) or Recorder(device)
         graphs.recorders[device] = recorder

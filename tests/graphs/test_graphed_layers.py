@@ -1673,6 +1673,18 @@ def test_memory_of_kept_layers_counts_once(monkeypatch):
     assert recorder.taken == 24 * GIB and recorder.rest == 10 * GIB
 
 
+def test_no_memory_for_a_first_recording(monkeypatch):
+    """Nothing is taken, and PyTorch's unused memory is not given back."""
+
+    def lacks(device, taken=0, rest=None):
+        raise torch.OutOfMemoryError("of 1 GiB")
+
+    monkeypatch.setattr(recording_module.Recorder, "require", staticmethod(lacks))
+    monkeypatch.setattr(recording_module, "give_back", pytest.fail)
+    found = compared(model_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"] and not graphs.recorders
+
+
 @pytest.mark.gpu
 def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
     memory = recorder_module.memory

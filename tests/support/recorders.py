@@ -107,6 +107,10 @@ class Rerun(Recorder):
     def leaving_enough(self, part: int = 0, held: int = 0) -> Any:
         return contextlib.nullcontext()
 
+    @staticmethod
+    def require(device: int, taken: int = 0, rest: int | None = None) -> None:
+        """Nothing is lacking."""
+
     def synchronizations(self) -> Any:
         return contextlib.nullcontext([])
 
