@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import operator
 import re
 import sys
 from collections import Counter
@@ -40,7 +41,7 @@ WORDS = {  # side of the data -> row of a table
     "peft": "a plain TRL script", "16-bit experts": "a plain TRL script, experts in 16 bits", "patch": "the patch",
     "liger": "+ `use_liger_kernel=True`", "fused": '+ `lora="fused"`', "graphs": '+ `graphs="auto"`',
     "graphs, no liger": '`lora="fused"`, `graphs="auto"`, without Liger',
-    "activations": '+ `activations="auto"`', "activations, no graphs": '`lora="fused"`, `activations="auto"`, without graphs',
+    "activations": '+ `activations="16GiB"`', "activations, no graphs": '`lora="fused"`, `activations="auto"`, without graphs',
     "cache": "+ a cache with room for every weight",
     "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
     "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
@@ -241,25 +242,26 @@ def figure(text: str, **where: Any) -> str:
 
 LAYERS = "`lora`, `graphs`, `activations`, Liger"
 EXPERTS = f"`experts`, {LAYERS}"
-STATIC = "`matmul`, `graphs`, a static cache"
+DECODE_GRAPHS = "Unsloth, `UNSLOTH_DECODE_CUDA_GRAPHS=1`"
 OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
 BLOCK_GRAPHS = "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`"
 BEST = "Unsloth, its best"
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: what runs, what to type, compared with, records
     "mixture": ("mixture, 2 layers, LoRA on experts", EXPERTS, "peft, experts in 16 bits",
                 partial(speedups, "recipe-moe", "activations", "16-bit experts")),
-    "mixture-unsloth": ("the same", "the same", "Unsloth, its defaults",
+    "mixture-unsloth": ("the same mixture", "the same", "Unsloth, its defaults",
                         partial(speedups, "recipe-moe", "activations", "unsloth, offloading")),
-    "mixture-best": ("the same", "the same", BEST, partial(speedups, "recipe-moe", "activations", "unsloth, best")),
+    "mixture-best": ("the same mixture", "the same", BEST, partial(speedups, "recipe-moe", "activations", "unsloth, best")),
     "dense-liger": ("dense, 4 layers, TRL with Liger", LAYERS, "the same without nf4_patch",
                     partial(speedups, "recipe", "activations", "liger")),
-    "dense-unsloth": ("the same", "the same", "Unsloth, its defaults", partial(speedups, "recipe", "activations", "unsloth, offloading")),
-    "dense-best": ("the same", "the same", BEST, partial(speedups, "recipe", "activations", "unsloth, best")),
-    "dense": ("the same", "the same", "a plain script, without Liger", partial(speedups, "recipe", "activations", "peft")),
+    "dense-unsloth": ("the same dense model", "the same", "Unsloth, its defaults", partial(speedups, "recipe", "activations", "unsloth, offloading")),
+    "dense-best": ("the same dense model", "the same", BEST, partial(speedups, "recipe", "activations", "unsloth, best")),
+    "dense": ("the same dense model", "the same", "a plain script, without Liger", partial(speedups, "recipe", "activations", "peft")),
+    "generation": ("`generate()` with LoRA, 8 / 32 sequences", "`enable(\"fast\")`, a static cache", DECODE_GRAPHS,
+                   partial(rollouts, "fast", "unsloth, decode graphs")),
+    "bits": ("dense, 4 layers, peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
     "unsloth": ("Unsloth, its defaults, dense, 16 layers", "`graphs`", "no patch",
                 partial(speedups, "recipe-16", *OFFLOADING)),
-    "generation": ("`generate()` with LoRA, 8 / 32 sequences", STATIC, "Unsloth", partial(rollouts, "graphs", "unsloth")),
-    "bits": ("dense, 4 layers, peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
     "small": ("Llama-3.2-1B, TRL", LAYERS, BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
     "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
                         partial(speedups, "recipe-moe", *OFFLOADING)),
@@ -364,12 +366,11 @@ def sides(name: str, heading: str, only: Container[int] | None = None, **where: 
 UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_ms:.1f}}{UNBROKEN}{{gpu_ms:.1f}}"}
 # rows of a table, as far as they were measured
-DENSE_SIDES = ["peft", "patch", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading",
-               "unsloth, offloading, graphs", "unsloth, block graphs", "unsloth, best"]  # fmt: skip
+DENSE_SIDES = ["peft", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading", "unsloth, best"]
 MIXTURE_SIDES = ["16-bit experts", *DENSE_SIDES[1:]]
 ROLLOUTS = {
     "patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache',
-    "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": "Unsloth, `UNSLOTH_DECODE_CUDA_GRAPHS=1`",
+    "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": DECODE_GRAPHS,
 }  # fmt: skip
 GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
 GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
@@ -393,8 +394,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "first-advice": partial(what_to_type, "dense", "mixture-24", "mixture-16"),
     "advice": what_to_type,
     "measured": measured,
-    "gains": partial(gains, *[*GAINS][:10], typed=True),
-    "gains-more": partial(gains, *[*GAINS][10:], typed=True),
+    "gains": partial(gains, *[*GAINS][:9], typed=True),
+    "gains-more": partial(gains, *[*GAINS][9:], typed=True),
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
     "dequantize-llama": partial(sides, "bench", "µs", {1024, 4096, 14336}, section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
@@ -427,8 +428,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [row | {"words": ROLLOUTS.get(row["side"], row["words"]), "of": "sequence" if row["batch"] == 1 else "sequences"}
          for row in generated()],
         {"tokens per second, wall-clock": "{words}"}, {"{batch} {of}": "{tokens_s:,.0f}"}),
+    "kept": lambda: " / ".join(
+        f"{kept['gpu_ms'] / base['gpu_ms']:.2f}"
+        for kept, base in zip(*(records("recipe", side=side) for side in ("activations", "graphs")), strict=True)),
+    "other-models": lambda: "{:.1f}×".format(
+        operator.truediv(*(records("rollouts", model="qwen3.5", side=side)[0]["tokens_s"]
+                           for side in ("graphs only", "bitsandbytes and peft, static cache")))),
     "grpo": lambda: pivot(
-        [row | {"words": GRPO.get(row["side"], row["words"])} for row in records("rollouts", what="grpo")],
+        [row | {"words": GRPO.get(row["side"], row["words"])} for row in records("grpo", what="grpo")],
         {"seconds": "{words}", "a step": "{step_s:.2f}", "rollout": "{generation_s:.2f}", "rest of the step": "{rest_s:.2f}"}),
     "every-mixture": lambda: pivot(
         ({"name": name, **row} for name, row in sorted(load("mixtures.json")["mixtures"].items())),

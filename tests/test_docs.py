@@ -147,7 +147,7 @@ def test_a_table_names_releases_only_if_they_are_not_those_of_the_page(tmp_path,
     assert render_docs.BLOCKS["dequantize"]().startswith("H100 with torch 2.14.1, [bench-h100.json]")
 
 
-FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "wall_spread": 0.1,
+FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "wall_spread": 0.3,
            "peak_gib": 5.125, "reserved_gib": 6.25}  # fmt: skip
 
 
@@ -157,12 +157,12 @@ FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "
         (0.5, "2.00\u00d7", "2.00\u00d7"),
         (0.87, "1.15\u00d7", "\u22481"),
         (0.95, "\u22481", "\u22481"),
-        (1.5, "0.67\u00d7", "\u22481"),
+        (1.25, "0.80\u00d7", "\u22481"),
         (2, "0.50\u00d7", "0.50\u00d7"),
     ],
 )
 def test_a_gain_is_more_than_the_noise(factor, gpu, wall, tmp_path, monkeypatch):
-    """The noise of GPU time is 10 % here, and the noise of wall-clock time is always 60 %. A loss counts like a gain."""
+    """The run spread by 10 % in GPU time, and by 30 % in wall-clock time. A loss counts like a gain."""
     ours = FIGURES | {"gpu_ms": 15.8 * factor, "wall_ms": 40.04 * factor}
     write_rows("recipe", tmp_path, monkeypatch, {"side": "peft", **FIGURES}, {"side": "patch", **ours})
     assert [row["speedup"] for row in render_docs.speedups("recipe", "patch", "peft")] == [wall, gpu]
