@@ -111,7 +111,7 @@ class Installed:
         """
         current = self.current()
         if self.swapped is on and not any(current is pair[not on] for pair in self.pairs):
-            # Nothing is left to swap. Returning saves 30 ms for a target with patch_copies (2-core CPU machine, 3,700
+            # Nothing is left to swap. Returning saves some 3 ms for a target with patch_copies (2-core CPU machine, 3,700
             # modules).
             return
         self.swapped = None
@@ -222,17 +222,20 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
     """
     own_name = target.name.rpartition(".")[2]
     wanted, library = set(map(id, functions)), target.library
+    within = f"{library}."
     found: list[Place] = []
     for module_name, module in list(sys.modules.items()):
         kind = type(module)  # isinstance() and vars() would run code of a lazy module
-        if kind is ModuleType or (
-            issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__
-        ):
+        if kind is ModuleType:
+            held = module.__dict__
+        elif issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__:
             held = HELD.__get__(module)
-            if module_name.partition(".")[0] == library:
-                found += [(module, name) for name in list(held) if id(held.get(name)) in wanted]
-            elif id(held.get(own_name)) in wanted:
-                found.append((module, own_name))
+        else:
+            continue
+        if module_name == library or module_name.startswith(within):
+            found += [(module, name) for name, value in list(held.items()) if id(value) in wanted]
+        elif own_name in held and id(held.get(own_name)) in wanted:
+            found.append((module, own_name))
     return found
 
 
