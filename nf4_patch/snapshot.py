@@ -90,7 +90,7 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        """Return how many dequantizations ran the original although the kernel would be faster. ``options`` has all others."""
+        """Count dequantizations that ran the original although the kernel would be faster. ``options`` has other fallbacks."""
         core = [target for target in self.targets if is_core(target)]
         every = (item for target in core for item in target.fallbacks.items())
         return sum(count for name, count in every if not Reason[name].is_expected)

@@ -317,7 +317,7 @@ def measure(
 def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a reentrant checkpoint lets gradients through only in part, or the layer may write to a list or dict.
 
-    It returns gradients of tensors in ``args``, and none if no such tensor requires a gradient.
+    Such a checkpoint returns gradients only for tensors in ``args``, if one requires a gradient.
     """
     others = [value for value in args if not isinstance(value, Tensor)] + [*kwargs.values()]
     if any(isinstance(value, (list, dict)) or any(t.requires_grad for t in tensors(value)) for value in others):

@@ -126,7 +126,7 @@ class Cache(dequantizer.Reader):
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes. A Reason if ``decode`` returned one.
+        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes. A Reason: ``decode`` returned it.
 
         Raises:
             StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.

@@ -127,7 +127,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
     The replacement runs a decoder layer as CUDA graphs where it can. Otherwise ``original`` runs.
 
     Args:
-        layer_call: what is recorded: the library's own function.
+        layer_call: the library's own function, which is recorded.
     """
     fallbacks = Fallbacks(target.name)
 

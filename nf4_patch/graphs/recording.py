@@ -43,7 +43,7 @@ HARMLESS_HOOKS = {COLLECTED, MODULES["4-bit parametrization"]}
 
 
 def recorded(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer | Refused:
-    """Record the layer of a call, unless it was refused for good. Return its graphs, or why it cannot be recorded.
+    """Record the called layer, unless it was refused for good. Return its graphs, or why it cannot be recorded.
 
     Args:
         layer_call: the library's own function, which calls the layer.

@@ -56,7 +56,7 @@ class Call:
         return self.recomputed(x, gradient)
 
     def may_use_kept(self, graph: KeptLayer) -> bool:
-        """Return whether the kept activations are those of the layer's parameters as they are now.
+        """Return whether the kept activations are still valid for the layer's current parameters.
 
         Raises:
             RuntimeError: the parameters were changed since the forward of a layer that is not checkpointed.

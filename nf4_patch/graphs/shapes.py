@@ -42,7 +42,7 @@ def is_due(calls: int) -> bool:
 
 
 class Stepping(threading.local):
-    """Whether this thread runs a decode step that is one graph for the whole model. ``by`` refers to that step."""
+    """Whether this thread runs a whole-model decode step. ``by`` is a weak reference to the running step."""
 
     by: Callable[[], Any] = staticmethod(
         lambda: None
@@ -159,7 +159,7 @@ class Graphs:
     def refusal(self, key: Any, layer: nn.Module) -> Refused | None:
         """Return why a layer cannot be recorded, or None.
 
-        A layer for which there was no memory stands for all layers until it is freed.
+        A GRAPH_MEMORY refusal holds for all layers until its layer is freed.
         """
         found = self.refusals.get(kind_of(key))
         if not found:

@@ -82,7 +82,7 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
 
 
 def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
-    """Stand for ``PreTrainedModel.get_compiled_call``."""
+    """Replace ``PreTrainedModel.get_compiled_call``."""
     is_step, asked.model = asked.model() is model, Asked.model
     return Step(model) if is_step else original(model, compile_config)
 

@@ -38,7 +38,7 @@ def may_use_gpu(frame: FrameType) -> bool:
 
 
 def others_may_use_gpu() -> str:
-    """Return the name of the function that another thread runs and that may use the GPU, or ""."""
+    """Return the name of a function in another thread that may use the GPU, or ""."""
     running = sys._current_frames()
     del running[threading.get_ident()]  # A frame that refers to itself would keep all its callers' frames alive.
     for innermost in running.values():

@@ -108,7 +108,7 @@ def ancestors(result: Tensor) -> Iterator[Any]:
 
 
 class LayerState:
-    """The attributes and buffers of a layer, and the versions of the static buffers, before a run of the layer."""
+    """Snapshot of a layer's attributes and buffers, and of static buffers' versions, taken before a run."""
 
     def __init__(self, layer: nn.Module, fingerprint: Fingerprint, static: Sequence[Tensor]):
         self.fingerprint, self.modules = fingerprint, list(layer.modules())

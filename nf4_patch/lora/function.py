@@ -34,7 +34,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Factors:
-    """LoRA's A [rank, in] and B [out, rank], multiplied in the dtype of the factors."""
+    """LoRA's A [rank, in] and B [out, rank]. Products are computed in their dtype."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float):
         self.a, self.b, self.scale = a, b, scale

@@ -18,7 +18,7 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list in which the caller notes its decision, and in a recompute also what the forward decided about the same call.
+    """Return the list to which the caller appends its Decision, and, in a recompute, the forward's Decision for this call.
 
     The checkpoint's frame holds the list. The result is None if ``pack``, the current pack hook, does not belong to a checkpoint.
     """

@@ -85,7 +85,7 @@ def why_not(
 
 
 def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
-    """Return what a LoraLaunch depends on besides the operands of a MatmulLaunch."""
+    """Return the key of a LoraLaunch, without the MatmulLaunch's operands."""
     a, b, _ = adapter
     return x.dtype, a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
 

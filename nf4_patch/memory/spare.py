@@ -139,7 +139,7 @@ class Spare:
     def observe(self, x: Any) -> None:
         """Call ``observed`` so that its errors cannot interrupt the forward pass.
 
-        The same tensor counts once between two optimizer steps, because functions pass ``x`` on to others that call this method.
+        Consecutive calls with the same ``x`` count once per optimizer step, because nested functions all call this method.
         """
         if self.stepped or self.latest_input() is not x:
             self.attempt(self.observed, x)

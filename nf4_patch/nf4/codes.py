@@ -40,7 +40,7 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: GRAPH_CAPTURE, at the first use on a device inside a capture, whose memory pool might be freed.
+        KernelUnavailable: GRAPH_CAPTURE, if a device's first use is in a capture, whose memory pool might be freed.
     """
     code = _remembered.get((quant_type, device))
     if code is None:

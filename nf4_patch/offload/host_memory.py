@@ -72,7 +72,7 @@ Fingerprint = tuple[Any, ...]
 class HostBlock:
     """Pinned host memory of one decoder layer's packed weights, which are prefetched as a whole.
 
-    It lives as long as any CUDA tensor in it. MemoryError: it cannot be allocated or pinned.
+    It lives as long as any CUDA tensor in it. MemoryError: allocation or pinning failed.
     """
 
     def __init__(self, capacity: int, device: torch.device):

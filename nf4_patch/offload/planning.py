@@ -37,13 +37,13 @@ def layer_of(full_name: str) -> str:
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the bytes of a packed weight with its absmax tensors: blocks of 64 elements, if nested in groups of 256 blocks."""
+    """Return the bytes of a packed weight and its absmax, for quantization blocks of 64 and nested groups of 256 blocks."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Return which layers of these sizes stay on the GPU: layers of at most ``budget`` bytes in total, spread evenly.
+    """Return for each layer whether it stays on the GPU. Those that stay take at most ``budget`` bytes, and are spread evenly.
 
     While such a layer computes, the copy of an offloaded layer has time to finish.
     """
@@ -56,7 +56,7 @@ def spread(sizes: Sequence[int], budget: int) -> list[bool]:
 
 
 def free_memory(root: Path = Path("/")) -> float:
-    """Return the host memory in bytes that this process may still use, or infinity if Linux does not tell.
+    """Return how many bytes of host memory this process may still use, or infinity if unknown.
 
     It is the smallest of MemAvailable and each cgroup's limit minus its memory in use, without inactive page cache.
     """

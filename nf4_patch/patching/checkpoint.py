@@ -77,7 +77,7 @@ def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
 
 
 def is_setting(function: Any) -> bool:
-    """Return whether a wrapper only sets ``use_reentrant``: its code is that of ``setting``. ms-swift has such a wrapper."""
+    """Return whether a wrapper (ms-swift has one) only sets ``use_reentrant``, by comparing its code with ``setting``'s."""
     code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
     if code is None or attributes_of_code(code) != attributes_of_code(ours):
         return False

@@ -59,7 +59,7 @@ def function_mode_active() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a batch of tensors, in a backward with ``is_grads_batched``."""
+    """Return whether a tensor is batched by vmap, as with ``is_grads_batched``."""
     return bool(torch._C._dispatch_keys(tensor).has(batched))
 
 

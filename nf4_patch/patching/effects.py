@@ -48,7 +48,7 @@ class Effect:
 
 
 def effects() -> dict[str, Effect]:
-    """Return what each option did so far."""
+    """Return each option's effect so far."""
     config, found = switch.config, {}
     for name, option in OPTIONS.items():
         used, refused = counted(name, option)
@@ -80,7 +80,7 @@ def in_use(name: str) -> bool:
 
 
 def owner(target: Target, reason: Reason | None = None) -> str:
-    """Return the option for which the target's calls count, or "" for a target that is replaced without any option."""
+    """Return the option under which the target's calls are counted, or "" if it needs none."""
     first, second = target.option, target.or_option
     if second and reason is not None:
         for name in (first, second):
@@ -151,7 +151,7 @@ def say(name: str) -> None:
 
 @functools.cache
 def say_at_exit() -> None:
-    """Log the effect of each option when this process ends, if that was little."""
+    """At process exit, log the effect of each option that helped little."""
     process = os.getpid()
 
     def end() -> None:

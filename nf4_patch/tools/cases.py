@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield all cases: for each output dtype, all properties that affect the kernel or its launch."""
+    """Yield cases that cover, for each output dtype, all properties that affect the kernel or its launch."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)

@@ -96,7 +96,7 @@ def on_meta(config: Any) -> Any:
 
 
 def layers_that_fit(whole: Any, name: str, most: int) -> int:
-    """Return how many layers fit into the free memory, where they are built in 16 bits."""
+    """Return how many layers, built in 16 bits, fit into the free GPU memory."""
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
     for layers in range(min(most, whole.num_hidden_layers), 0, -1):
         model = on_meta(shortened(whole, layers))

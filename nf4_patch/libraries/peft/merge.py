@@ -119,7 +119,7 @@ def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
-    """While peft quantizes a layer again, keep the tensors of its weight."""
+    """Make peft's requantization reuse the weight's existing tensors."""
     base = layer.get_base_layer()
     before = base.weight
     attributes = dict(vars(before))
