@@ -266,10 +266,10 @@ def _enabled_once() -> bool:
 
 @functools.cache
 def _say(level: int, line: str) -> None:
-    """Log a line once per process. Only rank 0 logs, and data-loader workers do not."""
+    """Log a line once per process. Only rank 0 logs what is no error, and data-loader workers log nothing."""
     from .patching.config import is_worker, rank
 
-    if rank() in ("", "0") and not is_worker():
+    if (level >= logging.ERROR or rank() in ("", "0")) and not is_worker():
         logging.getLogger(__name__).log(level, line)
 
 

@@ -8,6 +8,7 @@ from fuzz import FAULTS, PADDING, Fuzzer, drawn, random_state, states
 from hypothesis import given, settings
 
 import nf4_patch
+from nf4_patch.patching import guards
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools.patch import patch
@@ -34,6 +35,12 @@ WELL_FORMED = drawn(4, 3, states(DEVICE.type))
 
 
 @pytest.mark.every(2)
+def test_every_guard_has_a_fault():
+    """But those that refuse a whole GPU."""
+    named = {name for _, _, names in FAULTS.values() for name in names}
+    assert named >= {reason.name for reason, _ in guards.GUARDS} - {"ROCM", "GPU_TOO_OLD"}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_ends_as_its_row_says(fault):
     fuzzer = Fuzzer(DEVICE)
