@@ -29,6 +29,7 @@ parser.add_argument(
 parser.add_argument(
     "--offload", metavar="SIZE", help='"all", or the GPU memory for packed weights, see docs/offload.md'
 )
+parser.add_argument("--out", metavar="FOLDER", help="save the adapter; merge_adapter.py merges it into the weights")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -83,4 +84,6 @@ trainer = SFTTrainer(
     callbacks=[record],
 )
 trainer.train()
+if args.out:
+    trainer.save_model(args.out)
 record.finish(trainer.model, args.json, args.plot)

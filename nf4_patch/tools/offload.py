@@ -126,7 +126,8 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
         if not offload:
             yield f'  GPU {index}: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers'
             continue
-        options = "" if offload == "off" else f', cache="off", offload="{offload}"'
+        is_tight = offload != "off" or size - sizes.others - sizes.layers.total() < size / 8
+        options = ', cache="off"' * is_tight + f', offload="{offload}"' * (offload != "off")
         yield (
             f'  GPU {index}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
             f"{host / GB:.1f} GB of host memory, of which {planning.free_memory() / GB:.1f} GB are free"
