@@ -41,7 +41,6 @@ def test_no_target_of_this_release_is_refused(patched):
     assert [row.name for row in refused if holds(release_of(row.library), row.releases)] == []
 
 
-@pytest.mark.full
 def test_random_states(device, patched, every_launch_interpreted):
     """Through the patched dequantize_4bit: the bits of the original on a GPU, of the formula on a CPU, and all by the kernel."""
     import bitsandbytes.functional as F
