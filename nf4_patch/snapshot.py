@@ -14,7 +14,7 @@ from typing import Any
 from .options import OPTIONS, ActivationsStatus, CacheStatus, GraphsStatus, MatmulStatus, OffloadStatus
 from .patching.config import keeps_off
 from .patching.counters import counters
-from .patching.effects import Effect, effects, explain, line
+from .patching.effects import Effect, effects, explain, is_idle, line
 from .patching.placement import installed
 from .patching.reasons import Reason
 from .patching.state import State
@@ -109,17 +109,17 @@ class Status:
                     lines += [f"    {count} x {explain(reason)}" for reason, count in target.fallbacks.items()]
         for name, option in OPTIONS.items():
             effect = self.options.get(name, Effect())
-            if effect.lacks or (option.calls and (effect.value != "off" or effect.calls)):
+            is_counted = option.calls and (effect.value != "off" or effect.calls)
+            if effect.lacks or is_counted or is_idle(option, effect, getattr(self, name, None)):
                 lines.append(f"  {line(name, effect)}")
             lines += [f"  {each}" for each in option.lines(getattr(self, name))] if option.lines else []
         called = any(target.calls for target in self.targets) or any(each.calls for each in self.options.values())
         if self.enabled and not called:
             patched = sum(target.state.was_patched for target in self.targets)
             lines.append(f"  nothing was called yet; {patched} functions are replaced{waiting(self.targets)}")
-        is_detail = [error.partition(":")[0] in Reason.__members__ for error in self.errors]
-        lines += [
-            f"  {error}" if known else f"  error: {error}" for error, known in zip(self.errors, is_detail, strict=True)
-        ]
+        for error in self.errors:
+            is_detail = error.partition(":")[0] in Reason.__members__
+            lines.append(f"  {error}" if is_detail else f"  error: {error}")
         return "\n".join(lines)
 
 

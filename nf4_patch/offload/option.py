@@ -56,5 +56,6 @@ OFFLOAD = Option(
     "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. auto: memory that the training "
     "leaves free holds further layers. It applies to models loaded afterwards.",
     size=True, on="6GiB",
+    idle="no packed weight is in host memory -> load a 4-bit model onto a GPU after the option is on",
     report=report, lines=lines,
 )  # fmt: skip

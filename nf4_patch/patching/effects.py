@@ -11,6 +11,7 @@ import functools
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from .config import is_worker, rank
 from .counters import FallbackError, counters, logger
@@ -98,6 +99,8 @@ def line(name: str, effect: Effect) -> str:
         return f'{name}="{option.fast}": off, because it needs {" or ".join(effect.lacks)}, which is not installed'
     words = size_in_words(effect.value) if isinstance(effect.value, int) else effect.value
     head = f'{name}="{words}": '
+    if option.idle:
+        return f"{head}{option.idle}"
     if not effect.calls:
         return f"{head}no {option.calls} yet"
     head += f"{effect.used:,} of {effect.calls:,} {option.calls}"
@@ -141,10 +144,19 @@ def refused(target: str, reason: Reason) -> None:
             raise FallbackError(f"{line(name, effect)} (NF4_PATCH_STRICT=1)")
 
 
+def is_idle(option: Option, effect: Effect, report: Any) -> bool:
+    """Return whether an option without ``calls`` is on and did nothing, as far as its report says."""
+    return bool(option.idle) and effect.value != "off" and not report
+
+
 def say(name: str) -> None:
     """Log what an option did, if that is little. Each option is logged once, and not by other ranks or workers."""
-    effect = effects()[name]
-    if OPTIONS[name].calls and name not in _said and effect.helps_little and rank() in ("", "0") and not is_worker():
+    effect, option = effects()[name], OPTIONS[name]
+    if option.idle and option.report is not None:
+        is_little = counters.anything() and is_idle(option, effect, option.report(effect.value))
+    else:
+        is_little = bool(option.calls) and effect.helps_little
+    if is_little and name not in _said and rank() in ("", "0") and not is_worker():
         _said.add(name)
         logger.warning("nf4_patch: %s", line(name, effect))
 

@@ -114,6 +114,7 @@ class Option(Variable):
     on: str = ""  # an example of a value that turns the option on
     fast: str = ""  # the value in the profile "fast"; "" if the option needs a decision
     calls: str = ""  # what ``Effect.used`` counts, in words; "" if ``lines`` says all
+    idle: str = ""  # without ``calls``: what to say while the option is on and its report is empty
     # takes the option's current value, and returns the option's field of ``Status``
     report: Callable[[str | int], Any] | None = None
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text

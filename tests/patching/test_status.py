@@ -78,6 +78,23 @@ def test_calls_of_an_option_are_not_added_to_dequantizations(on):
     assert row(name).fallbacks == {"EXPERT_PARALLEL": 2, "NOT_CUDA": 1}
 
 
+def test_offload_without_a_model_says_what_to_do(patched, weight, caplog):
+    """In the status, and once in the log at the end of a process that dequantized."""
+    nf4_patch.enable(offload="all")
+    said = 'offload="all": no packed weight is in host memory -> load a 4-bit model onto a GPU after the option is on'
+    assert f"  {said}" in str(nf4_patch.status()).splitlines()
+    effects.say("offload")
+    assert not caplog.records  # nothing was called yet
+    F.dequantize_4bit(*weight)
+    for _ in range(2):
+        effects.say("offload")
+    assert [record.getMessage() for record in caplog.records if "offload" in record.getMessage()] == [
+        f"nf4_patch: {said}"
+    ]
+    nf4_patch.enable(offload="off")
+    assert "offload" not in str(nf4_patch.status())
+
+
 def test_the_detail_of_a_reason_is_no_error(on):
     counters.counters.fall_back("target", Reason.GRAPH_MEMORY, strict=False, detail="graphs take 1 GiB")
     assert str(nf4_patch.status()).splitlines()[-1] == "  GRAPH_MEMORY: graphs take 1 GiB"
