@@ -30,7 +30,7 @@ from benchmarks.kinds import COMPILED, FP32, LIBRARIES, UNSLOTH, model_of, unslo
 from benchmarks.timing import Machine, kernels, machine, synchronize
 from benchmarks.training import BUDGET, Size, Step, optimizer_of
 from nf4_patch.tools.report import Progress, Report, silent, table
-from nf4_patch.tools.step import ROUNDING
+from nf4_patch.tools.step import ROUNDING, wall_times
 
 METHOD = (
     "A step as in TRL: adapters in 16 bits, autocast, checkpointing. Each side has a process; sides alternate. A round times three"
@@ -123,16 +123,10 @@ class Running:
         return memory
 
     def measure(self, size: Size) -> dict[str, Any]:
-        step, walls, before = self.steps[size], [], nf4_patch.status()
+        step, before = self.steps[size], nf4_patch.status()
         loss = step()
         calls = nf4_patch.status().hits - before.hits
-        for _ in range(3):
-            synchronize()
-            begin = time.perf_counter()
-            for _ in range(3):
-                step()
-            synchronize()
-            walls.append((time.perf_counter() - begin) / 3 * 1e3)
+        walls = wall_times(step)
         found = kernels(step) if torch.cuda.is_available() else []
         status = nf4_patch.status()
         options = self.side.options or {}

@@ -35,7 +35,7 @@ from ..snapshot import TargetStatus
 from ..version import holds, release_of
 from . import advice
 from .offload import lines as offload_lines
-from .report import DISTRIBUTIONS, Progress, Report, driver, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, driver, installed_releases, plural, silent, why_no_gpu
 
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
@@ -221,16 +221,6 @@ def fault_on_the_cpu() -> str:
     return (
         f"{cpu.why_wrong()}. While the patch is on, dequantize_4bit, model.dequantize() and merges are right there, but layers "
         "still multiply wrongly. Train and evaluate such models on a GPU"
-    )
-
-
-def why_no_gpu() -> str:
-    if torch.version.hip is not None:
-        return Reason.ROCM.sentence
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA (pytorch.org lists the builds with CUDA)"
-    return (
-        "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver finds one)"
     )
 
 

@@ -27,7 +27,19 @@ from .cases import device_here, place_of
 from .offload import configuration, layers_that_fit
 from .patch import patch
 from .report import NotAvailable, Progress, Report, driver, installed_releases, issues, plural, silent, table
-from .step import LLAMA_8B, ROUNDING, Step, kernels, peft_model, processor, reset, shortened, synchronize, with_liger
+from .step import (
+    LLAMA_8B,
+    ROUNDING,
+    Step,
+    kernels,
+    peft_model,
+    processor,
+    reset,
+    shortened,
+    synchronize,
+    wall_times,
+    with_liger,
+)
 
 DEFAULT = "Llama-3.1-8B"
 # WARM_UPS: cache and activations learn what is free, then layers are captured again.
@@ -149,18 +161,12 @@ def turn(model: Any, tokens: int, options: dict[str, Any] | None) -> dict[str, A
         with patch(options is not None, **options or {}):
             # one optimizer, because before the first step of another, cached weights and activations are dropped
             optimizer = torch.optim.AdamW(reset(model), lr=1e-3, weight_decay=0.0, fused=True)
-            step, walls = Step(model, optimizer, (1, tokens)), []
+            step = Step(model, optimizer, (1, tokens))
             losses = [step().item() for _ in range(LEARNING)]
             reset(model)
             optimizer.param_groups[0]["lr"] = 0.0
             losses += [step().item() for _ in range(WARM_UPS)][-1:]
-            for _ in range(TIMED):
-                synchronize()
-                begin = time.perf_counter()
-                for _ in range(3):
-                    step()
-                synchronize()
-                walls.append((time.perf_counter() - begin) / 3 * 1e3)
+            walls = wall_times(step, TIMED)
             gpu = sum(ms for _, ms in kernels(step)) if torch.cuda.is_available() else 0.0
             return {"losses": losses, "walls": walls, "gpu": gpu, "notes": [*did_not_help(nf4_patch.status())]}
     finally:

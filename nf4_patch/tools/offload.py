@@ -19,6 +19,7 @@ TRAINED = 6  # bytes per trained weight: in bf16 with its gradient, and two mome
 GB, GIB = 10**9, 2**30
 MARGIN = 1.3  # The measured peaks of mixtures were up to 1.3 times the sum below (H200, docs/offload.md).
 CUDA_BYTES = GB // 2  # memory that a process takes on a GPU outside of PyTorch
+CARDS = (12, 16, 24, 48)  # GB, for a machine without a GPU
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
     """Say what to type for a model, given as a name or a folder.
 
     Args:
-        gpus: index and bytes of each GPU.
+        gpus: index and bytes of each GPU. If there is none, the lines are for GPUs of usual sizes.
     """
     sizes = sizes_of(on_meta(configuration(name)))
     yield (
@@ -121,16 +122,19 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
         "AdamW, gradient checkpointing and Liger's loss (an estimate)"
     )
     line = EXPERTS if sizes.is_mixture else FAST.removesuffix(")")
-    for index, size in gpus:
+    here = [(f"GPU {index}", index, size) for index, size in gpus]
+    for place, index, size in here or [(f"a GPU of {card} GB", 0, card * GB) for card in CARDS]:
         offload, host = sizes.line(size)
         if not offload:
-            yield f'  GPU {index}: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers'
+            yield f'  {place}: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers'
             continue
         is_tight = offload != "off" or size - sizes.others - sizes.layers.total() < size / 8
         options = ', cache="off"' * is_tight + f', offload="{offload}"' * (offload != "off")
         yield (
-            f'  GPU {index}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
-            f"{host / GB:.1f} GB of host memory, of which {planning.free_memory() / GB:.1f} GB are free"
+            f'  {place}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
+            f"{host / GB:.1f} GB of host memory"
+            + f", of which {planning.free_memory() / GB:.1f} GB are free"
+            * bool(here)
         )
         if 0 < host < sizes.layers.total():
             yield f'    or offload="auto", which finds the size in training; {sizes.layers.total() / GB:.1f} GB of host memory'

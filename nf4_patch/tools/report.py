@@ -14,6 +14,7 @@ from typing import Any
 import nf4_patch
 
 from ..patching.config import Config
+from ..patching.reasons import Reason
 from ..version import release_of
 
 Progress = Callable[..., None]  # a command calls it to show its progress; ``silent`` lists the arguments
@@ -53,12 +54,23 @@ class NotAvailable(RuntimeError):
     """A command cannot do its task on this machine. The message says why."""
 
 
-def require_gpu() -> None:
-    """Raise NotAvailable if torch finds no NVIDIA GPU."""
+def why_no_gpu() -> str:
+    """Return why torch finds no NVIDIA GPU, or ""."""
     import torch
 
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise NotAvailable("torch finds no NVIDIA GPU, so nothing can be measured or compared on this machine")
+    if torch.version.hip is not None:
+        return Reason.ROCM.sentence
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA (for an NVIDIA GPU, install a build with CUDA from pytorch.org)"
+    return (
+        "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver finds one)"
+    )
+
+
+def require_gpu() -> None:
+    """Raise NotAvailable if torch finds no NVIDIA GPU."""
+    if why := why_no_gpu():
+        raise NotAvailable(f"{why}, so nothing can be measured or compared on this machine")
 
 
 def require_patch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import platform
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def synchronize() -> None:
     """Synchronize the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
+    """Return the wall-clock milliseconds of a step, once per round of ``steps`` steps without a synchronization in between."""
+    found = []
+    for _ in range(rounds):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize()
+        found.append((time.perf_counter() - begin) / steps * 1e3)
+    return found
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:

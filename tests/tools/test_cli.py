@@ -29,7 +29,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.snapshot import TargetStatus
-from nf4_patch.tools import advice, cases, cli, doctor, output
+from nf4_patch.tools import advice, cases, cli, doctor, output, report
 from nf4_patch.tools.cli import main
 
 GPU = torch.cuda.is_available()
@@ -69,7 +69,7 @@ def test_unknown_verb_and_unknown_value():
 @WITHOUT_GPU
 def test_without_a_gpu_there_are_no_numbers():
     said = output_of("verify", exit_code=1)
-    assert said == "Error: torch finds no NVIDIA GPU, so nothing can be measured or compared on this machine\n"
+    assert said == f"Error: {report.why_no_gpu()}, so nothing can be measured or compared on this machine\n"
 
 
 # doctor

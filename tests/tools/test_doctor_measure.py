@@ -16,7 +16,7 @@ import nf4_patch
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools import cli, measure, offload, report, step
 from nf4_patch.tools.measure import BEFORE, FAST, FULL, Measured
-from nf4_patch.tools.report import NotAvailable
+from nf4_patch.tools.report import NotAvailable, why_no_gpu
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 WHOLE = Qwen3Config(**SIZES, num_hidden_layers=6, head_dim=16, vocab_size=960)
@@ -241,7 +241,7 @@ def test_errors_are_one_sentence(words, code, said, monkeypatch):
 def test_nothing_is_measured_without_a_gpu_or_with_the_patch_forbidden(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = output_of("doctor", "--measure", exit_code=1)
-    assert said == "Error: torch finds no NVIDIA GPU, so nothing can be measured or compared on this machine\n"
+    assert said == f"Error: {why_no_gpu()}, so nothing can be measured or compared on this machine\n"
     monkeypatch.setattr(cli, "require_gpu", lambda: None)
     said = output_of("doctor", "--measure", exit_code=1, NF4_PATCH="0")
     assert said == "Error: NF4_PATCH=0 keeps the patch off. Unset it to measure the patch\n"

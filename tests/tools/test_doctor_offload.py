@@ -42,6 +42,17 @@ def test_doctor_names_auto_where_a_size_would_do(tmp_path, monkeypatch):
     assert auto == '    or offload="auto", which finds the size in training; 10.0 GB of host memory'
 
 
+def test_without_a_gpu_doctor_names_usual_ones(tmp_path, monkeypatch):
+    random_model("qwen3").config.save_pretrained(tmp_path)
+    sizes = module.Sizes(module.Counter({f"layers.{n}": GB for n in range(20)}), int(1.4 * GB), False)
+    monkeypatch.setattr(module, "sizes_of", lambda model: sizes)
+    found = [line.partition(": ") for line in module.lines(str(tmp_path), []) if "a GPU of" in line]
+    assert [place.strip() for place, *_ in found] == [f"a GPU of {card} GB" for card in (12, 16, 24, 48)]
+    lines = [line for *_, line in found]
+    assert ['offload="' in line for line in lines] == [True, True, False, False] and "free" not in "".join(lines)
+    assert 'cache="off"' in lines[2] and "cache" not in lines[3]  # 2.6 GB are too little for a cache
+
+
 def test_what_doctor_says(tmp_path, monkeypatch):
     random_model("qwen3").config.save_pretrained(tmp_path)
     monkeypatch.setattr(planning, "free_memory", lambda: 5 * GB)

@@ -14,6 +14,8 @@ import torch
 import triton
 from subprocess_python import script, support
 
+from nf4_patch.tools.report import why_no_gpu
+
 # The lowest release that is supported, Colab's, and the newest.
 RELEASES = ("3.2.0", "3.6.0", "3.9.0")
 CACHE = Path(os.environ.get("NF4_TEST_TRITONS", Path.home() / ".cache" / "nf4_patch" / "triton"))
@@ -98,7 +100,7 @@ REFUSED = [  # the words, the exit code, what stderr says
     (("older-gpu", "sm_70"), 1, ("sm_70: the kernel begins at sm_75",)),
     *[
         (("older-gpu", "sm_75"), 1, ("PTX needs an NVIDIA GPU to run on",)),
-        (("fuzz", 1), 1, ("no NVIDIA GPU",)),
+        (("fuzz", 1), 1, (why_no_gpu(),)),
     ] * (not torch.cuda.is_available()),
 ]  # fmt: skip
 
