@@ -432,6 +432,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kept": lambda: " / ".join(
         f"{kept['gpu_ms'] / base['gpu_ms']:.2f}"
         for kept, base in zip(*(records("recipe", side=side) for side in ("activations", "graphs")), strict=True)),
+    # the peak with kept activations, less the one with recompute, in MiB per layer and 1,024 tokens
+    "kept-mib": lambda: "{:.0f}".format(max(
+        (kept["peak_gib"] - base["peak_gib"]) * 2**20 / kept["layers"] / kept["tokens"]
+        for kept, base in zip(*(records("recipe", side=side) for side in ("activations", "graphs")), strict=True))),
+    "graphs-cost": lambda: "{:.0%}".format(max(
+        row["gpu_ms"] / base["gpu_ms"] - 1
+        for name in ("recipe", "recipe-16", "recipe-moe")
+        for row, base in zip(*(records(name, side=side) for side in ("graphs", "fused")), strict=True))).replace("%", " %"),
     "other-models": lambda: "{:.1f}×".format(
         operator.truediv(*(records("rollouts", model="qwen3.5", side=side)[0]["tokens_s"]
                            for side in ("graphs only", "bitsandbytes and peft, static cache")))),

@@ -41,9 +41,8 @@ class Counters:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
         self.uses: dict[str, HitCounter] = {}  # calls that an option handled, where they are no kernel launches
-        self.errors: dict[
-            str, int
-        ] = {}  # counts of kernel failures, internal errors and details of Reasons, by message
+        # counts of kernel failures, internal errors and details of Reasons, by message
+        self.errors: dict[str, int] = {}
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
         """Return the HitCounter of a target, weight shape, dtype and kernel.
