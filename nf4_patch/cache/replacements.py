@@ -1,4 +1,4 @@
-"""Replacements of library functions. They tell the cache of a forward pass, a tensor swap or a resized storage."""
+"""Replacements of library functions. They tell the cache of a tensor swap or a resized storage."""
 
 from __future__ import annotations
 
@@ -7,21 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory.spare import spare
-from ..patching.replacement import Fallbacks, Function, instead, replacement_of
+from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.target import Target
 from .store import cache
-
-
-def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that the users of spare memory get the size of ``A``."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if spare.users and len(args) > 1:
-            spare.observe(args[1])
-        return original(*args, **kwargs)
-
-    return replacement_of(target, original, Fallbacks(target.name), instead(forward))
 
 
 def getweakrefs(target: Target, original: Function) -> Function:

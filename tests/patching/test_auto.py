@@ -11,8 +11,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import nf4_patch
 from nf4_patch.cache.option import Uncached
-from nf4_patch.cache.replacements import observed
 from nf4_patch.cache.store import cache
+from nf4_patch.libraries.bitsandbytes.adapters import observed
 from nf4_patch.memory import spare as auto
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.targets import TARGETS

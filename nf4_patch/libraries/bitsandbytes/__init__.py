@@ -56,7 +56,7 @@ LIBRARY = Library(
         ),
         Target(
             f"{AUTOGRAD}:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
-            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.replacements:observed",
+            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".libraries.bitsandbytes.adapters:observed",
             'the size of each batch, for cache="auto" and offload="auto", with enable(cache=...) or enable(offload=...) only',
             option="cache", or_option="offload", uncounted="it only observes",
         ),

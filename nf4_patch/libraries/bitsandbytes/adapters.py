@@ -17,7 +17,7 @@ from ...patching.counters import warn_once
 from ...patching.dequantizer import Dequantizer, served
 from ...patching.quant_state import cpu_packing_or, linear_weight
 from ...patching.reasons import Reason
-from ...patching.replacement import Function, replacement_of
+from ...patching.replacement import Fallbacks, Function, instead, replacement_of
 from ...patching.switch import switch
 from ...patching.target import Target
 from . import AUTOGRAD
@@ -138,3 +138,14 @@ def call_gemm(original: Function, x: Tensor, weight: PackedWeight, _state: Any) 
 
 def call_gemv(original: Function, x: Tensor, weight: PackedWeight, state: Any) -> Any:
     return original(x.unsqueeze(1), weight.packed, state=state)
+
+
+def observed(target: Target, original: Function) -> Function:
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that the users of spare memory get the size of ``A``."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if spare.users and len(args) > 1:
+            spare.observe(args[1])
+        return original(*args, **kwargs)
+
+    return replacement_of(target, original, Fallbacks(target.name), instead(forward))
