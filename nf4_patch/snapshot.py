@@ -101,17 +101,18 @@ class Status:
     def __str__(self) -> str:
         on = "on" if self.enabled else f"off ({self.forbidden})" if self.forbidden else "off"
         lines = [f"nf4_patch is {on}: {self.dequantizations} dequantizations in the kernel, {self.fallbacks} fell back"]
+        told: set[str] = set()  # Reasons that were explained
         for target in self.targets:
             if (is_core(target) and target.calls) or target.state in TROUBLES:
                 note = f" ({target.note})" if target.note else ""
                 lines.append(f"  {target.name}: {target.state}, {target.hits} hits{note}")
                 if is_core(target):
-                    lines += [f"    {count} x {explain(reason)}" for reason, count in target.fallbacks.items()]
+                    lines += [f"    {count} x {explain(reason, told)}" for reason, count in target.fallbacks.items()]
         for name, option in OPTIONS.items():
             effect = self.options.get(name, Effect())
             is_counted = option.calls and (effect.value != "off" or effect.calls)
             if effect.lacks or is_counted or is_idle(option, effect, getattr(self, name, None)):
-                lines.append(f"  {line(name, effect)}")
+                lines.append(f"  {line(name, effect, told)}")
             lines += [f"  {each}" for each in option.lines(getattr(self, name))] if option.lines else []
         called = any(target.calls for target in self.targets) or any(each.calls for each in self.options.values())
         if self.enabled and not called:

@@ -138,7 +138,7 @@ class FusedMatmul:
         if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
             transposed is not None and weight.transposed() is not transposed
         ):
-            return Reason.MATMUL_OPERANDS
+            return unsupported(x)
         if weight.dtype is not x.dtype:
             weight = weight._replace(dtype=x.dtype)
         with plain_methods():
@@ -147,6 +147,10 @@ class FusedMatmul:
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
         """Call ``of_state`` if x has one row."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
+
+
+def unsupported(x: Tensor) -> Reason:
+    return Reason.MATMUL_OPERANDS if runtime.runs_on(x) else Reason.NOT_CUDA
 
 
 def config_or_why_not(

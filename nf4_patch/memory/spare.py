@@ -109,7 +109,7 @@ class Spare:
                     register_optimizer_step_post_hook(self.after_step),
                 )
             self.users = sorted([*self.users, user], key=lambda each: each.rank)
-            if len(self.users) > 1:
+            if self.steps or not self.waits:
                 self.give_back(Waits.OTHER_OPTION)
 
     def leave(self, user: User) -> None:

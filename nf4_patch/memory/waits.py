@@ -8,7 +8,7 @@ import enum
 class Waits(enum.Enum):
     """Why the users of spare memory have no budget."""
 
-    TRAINING = "no training step was seen yet"
+    TRAINING = "no training step was seen on a GPU yet"
     OPTIMIZER = "an optimizer creates its state"
     BATCH = "the largest batch so far has {0} tokens, sequences of {1}"
     MEMORY = "only {0} MiB were free on device {1}"

@@ -92,8 +92,12 @@ def owner(target: Target, reason: Reason | None = None) -> str:
     return first if first in OPTIONS else ""
 
 
-def line(name: str, effect: Effect) -> str:
-    """Describe an effect: how many calls, why not the others, and what to do. Both the status and the log say it."""
+def line(name: str, effect: Effect, told: set[str] | None = None) -> str:
+    """Describe an effect: how many calls, why not the others, and what to do. Both the status and the log say it.
+
+    Args:
+        told: names of Reasons that need no explanation. A Reason that is explained here is added.
+    """
     option = OPTIONS[name]
     if effect.lacks:
         return f'{name}="{option.fast}": off, because it needs {" or ".join(effect.lacks)}, which is not installed'
@@ -111,12 +115,15 @@ def line(name: str, effect: Effect) -> str:
     if effect.used > effect.calls / 2:
         return f"{head} ({', '.join(f'{count:,} x {reason}' for reason, count in ranked)})"
     also = f" (also {', '.join(f'{count:,} x {reason}' for reason, count in others)})" if others else ""
-    return f"{head}, because {first[1]:,} x {explain(first[0])}{also}"
+    return f"{head}, because {first[1]:,} x {explain(first[0], told)}{also}"
 
 
-def explain(name: str) -> str:
-    """Return a Reason's name with its sentence and advice."""
-    reason = Reason[name]
+def explain(name: str, told: set[str] | None = None) -> str:
+    """Return a Reason's name with its sentence and advice, or only its name if ``told`` has it."""
+    told, reason = set() if told is None else told, Reason[name]
+    if name in told:
+        return name
+    told.add(name)
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
 

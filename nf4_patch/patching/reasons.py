@@ -84,6 +84,10 @@ class Reason(enum.Enum):
         "another library or the script replaced this function, or one that it calls, before enable(), so that function runs",
         "call enable() before the function is wrapped, or take the other function out. The log names it",
     )
+    MERGE_CHANGED = (
+        'adapters were merged before merge="reversible" was on, or other code changed the merged weight, so peft quantizes the layer again',
+        "switch the option on before the adapters are merged",
+    )
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"
     LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...), or has a bias or a tensor as its scaling"
     LORA_HOOKED = (

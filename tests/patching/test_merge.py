@@ -168,7 +168,20 @@ def test_a_copy_of_a_merged_model(on):
         assert equal(content(each), before)
 
 
-def test_a_changed_merged_weight_is_not_restored(on, caplog):
+def test_status_says_how_many_layers_were_restored(on, caplog):
+    model = adapted(on)
+    assert 'merge="reversible": no unmerged layers yet' in str(nf4_patch.status())
+    model.merge_adapter()
+    for base in bases(model)[:1]:
+        base.weight.detach().as_subclass(torch.Tensor).view(torch.uint8).bitwise_xor_(1)
+    model.unmerge_adapter()
+    effect = nf4_patch.status().options["merge"]
+    assert (effect.used, effect.refused) == (1, {"MERGE_CHANGED": 1})
+    assert 'merge="reversible": 1 of 2 unmerged layers, because 1 x MERGE_CHANGED' in str(nf4_patch.status())
+    assert len([each for each in caplog.records if "MERGE_CHANGED" in each.message]) == 1
+
+
+def test_a_changed_merged_weight_is_not_restored(on):
     model = adapted(on)
     before = content(model)
     model.merge_adapter()

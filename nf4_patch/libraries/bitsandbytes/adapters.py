@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...matmul.product import FusedMatmul, multiplied_first
+from ...matmul.product import FusedMatmul, multiplied_first, unsupported
 from ...memory.spare import spare
 from ...nf4.weight import PackedWeight
 from ...patching.context import casts
@@ -117,7 +117,7 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 
     def multiply(A, B, quant_state, out=None, bias=None) -> Tensor | Reason:
         if casts(A):
-            return Reason.MATMUL_OPERANDS
+            return unsupported(A)
         return fused.of_state(A, B, quant_state, bias, out, transposed)
 
     return replacement_of(target, original, fused.fallbacks, multiply, is_body=True, refuses=True)

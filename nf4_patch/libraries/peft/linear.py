@@ -19,7 +19,7 @@ from ...lora.launch import supports
 from ...lora.recompute import decisions_of
 from ...matmul import lora as few_rows
 from ...matmul.choice import LARGEST_M
-from ...matmul.product import FusedMatmul
+from ...matmul.product import FusedMatmul, unsupported
 from ...memory.spare import spare
 from ...nf4 import runtime
 from ...nf4.weight import OUTPUT_DTYPES
@@ -123,7 +123,7 @@ def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tupl
     if dtypes != (x.dtype, x.dtype) or (base.compute_dtype or x.dtype) is not x.dtype:
         return Reason.LORA_DTYPES
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, a, b, base.bias)):
-        return Reason.MATMUL_OPERANDS
+        return unsupported(x)
     return a, b, float(scale)
 
 

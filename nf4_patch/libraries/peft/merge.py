@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...patching.counters import warn_once
-from ...patching.replacement import Function, around
+from ...patching.counters import counters
+from ...patching.reasons import Reason
+from ...patching.replacement import Fallbacks, Function, around
 from ...patching.switch import switch
 
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
+fallbacks = Fallbacks("peft.tuners.lora.bnb.Linear4bit.unmerge")
 
 
 class Parts(NamedTuple):
@@ -163,10 +165,7 @@ def unmerge(original: Function, self: Any) -> None:
     if saved is None or parts is None:
         vars(self).pop(NAME, None)
         if gate.on:
-            warn_once(
-                'nf4_patch: merge="reversible" cannot restore a linear layer, because its adapters were merged before the option was '
-                "switched on, or other code changed the merged weight. peft quantizes the layer again"
-            )
+            fallbacks.count(Reason.MERGE_CHANGED)
         with in_place(self, None):
             original(self)
         return
@@ -176,3 +175,4 @@ def unmerge(original: Function, self: Any) -> None:
             base.bias.copy_(saved.bias)
     saved.mark(base.weight)
     self.merged_adapters.clear()  # last, so that an interrupt leaves the layer merged
+    counters.uses_of("merge").hits += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...matmul.product import FusedMatmul, multiplied_first
+from ...matmul.product import FusedMatmul, multiplied_first, unsupported
 from ...nf4 import runtime
 from ...nf4.weight import PackedWeight
 from ...patching.context import is_compiling
@@ -110,7 +110,7 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
     # If autocast or the weight has another dtype than X, Unsloth's function runs, because the results would differ.
     # Unsloth multiplies in autocast's dtype, and rounds a weight of another dtype twice. The fused matmul does neither.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
-        return Reason.MATMUL_OPERANDS
+        return unsupported(X)
     rows = X.view(-1, X.shape[-1])
     result = fused.of_state(rows, W, W_quant, out=out, transposed=False)
     if type(result) is Reason:
