@@ -167,7 +167,7 @@ class Dequantizer:
             if found is not None:
                 return found
         if prefetch.on:
-            found = prefetch.read(weight, lambda copy: self.run(copy, out, into_buffer))
+            found = prefetch.read(weight, functools.partial(self.run, out=out, into_buffer=into_buffer))
             if found is not None:
                 return found
         launch: Any
