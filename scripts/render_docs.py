@@ -29,6 +29,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from nf4_patch.patching.config import VARIABLES
+from nf4_patch.patching.option import SWITCH, Variable
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import advice, cli, doctor
@@ -364,6 +365,13 @@ def sides(name: str, heading: str, only: Container[int] | None = None, **where: 
     return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
 
 
+def values_of(variable: Variable) -> list[str]:
+    """Return the values that a variable allows, without the synonyms of 0 and 1."""
+    synonyms = {*SWITCH} - {"0", "1"} if "0" in variable.allowed else ()
+    values = [value for value in variable.allowed if value not in synonyms]
+    return [*(f"`{value}`" for value in values), *["a size"] * variable.size]
+
+
 UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_ms:.1f}}{UNBROKEN}{{gpu_ms:.1f}}"}
 # rows of a table, as far as they were measured
@@ -479,7 +487,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         ({"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason),
         {"reason": "`{r.name}`", "meaning": "{r.sentence}", "what to do": "{r.advice}", "expected": "{expected}"}),
     "variables": lambda: pivot(
-        ({"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"}
+        ({"v": v, "values": ", ".join(values_of(v)), "default": f"`{v.default}`" if v.default else "unset"}
          for v in VARIABLES),
         {"variable": "`{v.name}`", "values": "{values}", "default": "{default}", "meaning": "{v.meaning}"}),
     "commands": lambda: pivot(
