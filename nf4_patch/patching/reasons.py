@@ -158,7 +158,7 @@ class Reason(enum.Enum):
     )
     GRAPH_FAILED = (
         "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
-        "see the log for the line, and replace the operation there",
+        "replace the operation in the line of code that the log names",
     )
     GRAPH_THREADS = (
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
