@@ -343,7 +343,7 @@ def sample_of_doctor() -> str:
     capability, memory = divmod(int(machine["capability"]), 10), records("offload")[0]["gpu_bytes"] / 2**30
     lines = doctor.lines_to_type(installed, [doctor.Gpu(0, gpu, capability, memory)])
     text = "\n".join(doctor.DoctorReport("", installed, [], "", [], [], [], lines).render())
-    return f"On an {gpu} it says:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
+    return f"On an {gpu}, `doctor` prints:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
 
 
 def install() -> str:
