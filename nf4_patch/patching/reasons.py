@@ -79,7 +79,7 @@ class Reason(enum.Enum):
     EXPERT_PARALLEL = "the experts of a layer are distributed over several processes"
     EXPERT_BLOCKS = "a quantization block spans two experts, so all experts are dequantized"
     REPLACED = (
-        "another library or the script replaced this function, or one that it calls, before enable(), so that function runs",
+        "another library or the script replaced this function, or one that it calls, before enable(), so their code runs",
         "call enable() before the function is replaced, or remove the other function, which the log names",
     )
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"
@@ -90,7 +90,7 @@ class Reason(enum.Enum):
     )
     LORA_REPLACED = (
         "another library or the script replaced or wrapped a function that fused LoRA would compute itself "
-        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so that function runs",
+        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so their code runs",
         "remove the other function, which the log names, to use the option",
     )
     LORA_DTYPES = (
@@ -127,11 +127,11 @@ class Reason(enum.Enum):
         "if the argument is a cache, train with model.config.use_cache = False",
     )
     GRAPH_HOOKED = (
-        "the decoder layer has hooks or compiled modules, is spread by a device_map, has sharded parameters (FSDP, ZeRO-3), or its"
+        "the decoder layer has hooks (a device_map over several GPUs sets some), compiled modules or sharded parameters (FSDP, ZeRO-3), or its"
         " outputs are recorded"
     )
     GRAPH_OWN_CODE = (
-        "the decoder layer runs code of the script or notebook, which may read values that change, and a CUDA graph runs no Python",
+        "the decoder layer runs code of the script or notebook, which might read values that change, but a replay runs no Python",
         "put the code into an installed package, for example with `pip install -e .`, or train without graphs",
     )
     GRAPH_REUSED = (
@@ -157,7 +157,7 @@ class Reason(enum.Enum):
         "use smaller batches",
     )
     GRAPH_FAILED = (
-        "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
+        "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or fails in the capture",
         "replace the operation in the line of code that the log names",
     )
     GRAPH_THREADS = (
@@ -179,7 +179,7 @@ class Reason(enum.Enum):
     )
     ACTIVATIONS_LAYER = "the decoder layer's parameters are sharded (FSDP, ZeRO-3), or its forward changes its buffers or returns an unknown object"
     ACTIVATIONS_REENTRANT = (
-        "a reentrant checkpoint would compute something else, because the layer is used twice before a backward, shares parameters"
+        "a reentrant checkpoint would compute something different, because the layer is used twice before a backward, shares parameters"
         " with another layer, or gets few rows, a list, a dict, or no input with a gradient",
         'train with gradient_checkpointing_kwargs={"use_reentrant": False}',
     )
