@@ -29,6 +29,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from nf4_patch.patching.config import VARIABLES
+from nf4_patch.patching.option import SWITCH, Variable
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import advice, cli, doctor
@@ -252,7 +253,7 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
     "mixture-unsloth": ("the same mixture", "the same", "Unsloth, its defaults",
                         partial(speedups, "recipe-moe", "activations", "unsloth, offloading")),
     "mixture-best": ("the same mixture", "the same", BEST, partial(speedups, "recipe-moe", "activations", "unsloth, best")),
-    "dense-liger": ("dense, 4 layers, TRL with Liger", LAYERS, "the same, plain `enable()`",
+    "dense-liger": ("dense, 4 layers, TRL with Liger", LAYERS, "the same script, plain `enable()`",
                     partial(speedups, "recipe", "activations", "liger")),
     "dense-unsloth": ("the same dense model", "the same", "Unsloth, its defaults", partial(speedups, "recipe", "activations", "unsloth, offloading")),
     "dense-best": ("the same dense model", "the same", BEST, partial(speedups, "recipe", "activations", "unsloth, best")),
@@ -261,7 +262,7 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
                    partial(rollouts, "fast", "unsloth, decode graphs")),
     "bits": ("dense, 4 layers, peft or TRL", "`enable()`", "no patch", partial(speedups, "recipe", "patch", "peft")),
     "unsloth": ("Unsloth, its defaults, dense, 4 layers", "`graphs`", "no patch", partial(speedups, "recipe", *OFFLOADING)),
-    "dense-fast": ("dense, 4 layers, TRL with Liger, memory to spare", f"{LAYERS}, `cache`", "the same, plain `enable()`",
+    "dense-fast": ("dense, 4 layers, TRL with Liger, memory to spare", f"{LAYERS}, `cache`", "the same script, plain `enable()`",
                    partial(speedups, "recipe", "cache", "liger")),
     "small": ("Llama-3.2-1B, TRL", LAYERS, BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
     "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
@@ -281,7 +282,7 @@ def gains(*keys: str, typed: bool = False) -> str:
                  {"{clock}": "{speedup}"}, behind=int(typed))  # fmt: skip
 
 
-def gain(key: str, where: str = "of wall-clock time") -> str:
+def gain(key: str, where: str = "in wall-clock time") -> str:
     """Return a row of GAINS as words."""
     _, _, other, found = GAINS[key]
     wall = [record for record in found() if record["clock"] == WALL_TIME]
@@ -300,7 +301,7 @@ EXPECTED: dict[str, Callable[[], str]] = {  # key of an advice -> what to expect
     "mixture-24": peak("off"), "mixture-16": peak("6GiB"), "mixture-12": peak("3GiB"), "mixture-8": peak("all", 8),
     "old": lambda: "graphs stay off; not measured",
     "generation": lambda: gain("generation", "with 1 / 8 / 32 sequences"),
-    "bits": lambda: "GPU time: " + " / ".join(r["speedup"] for r in GAINS["bits"][-1]() if r["clock"] == GPU_TIME),
+    "bits": lambda: " / ".join(r["speedup"] for r in GAINS["bits"][-1]() if r["clock"] == GPU_TIME) + " in GPU time",
     "none": lambda: "no gain",
 }  # fmt: skip
 
@@ -342,7 +343,7 @@ def sample_of_doctor() -> str:
     capability, memory = divmod(int(machine["capability"]), 10), records("offload")[0]["gpu_bytes"] / 2**30
     lines = doctor.lines_to_type(installed, [doctor.Gpu(0, gpu, capability, memory)])
     text = "\n".join(doctor.DoctorReport("", installed, [], "", [], [], [], lines).render())
-    return f"On an {gpu} it says:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
+    return f"On an {gpu}, `doctor` prints:\n\n```text\n{text.partition('nf4_patch ')[0].strip()}\n...\n```"
 
 
 def install() -> str:
@@ -350,10 +351,10 @@ def install() -> str:
     (repository,) = re.findall(r'^repository = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     libraries = "bitsandbytes peft transformers trl liger-kernel"
     if not repository:
-        return f"```bash\npip install . {libraries}    # in a clone; downloads 5.4 GB, with CUDA's PyTorch\n```"
+        return f"```bash\npip install . {libraries}    # in a clone; downloads 5.4 GB\n```"
     notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    return f"```bash\npip install git+{repository} {libraries}    # downloads 5.4 GB, with CUDA's PyTorch\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
+    return f"```bash\npip install git+{repository} {libraries}    # downloads 5.4 GB\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
 def sides(name: str, heading: str, only: Container[int] | None = None, **where: Any) -> str:
@@ -362,6 +363,13 @@ def sides(name: str, heading: str, only: Container[int] | None = None, **where: 
     if only is not None:
         found = [row for row in found if all(int(size) in only for size in re.findall(r"\d{3,}", row["subject"]))]
     return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
+
+
+def values_of(variable: Variable) -> list[str]:
+    """Return the values that a variable allows, without the synonyms of 0 and 1."""
+    synonyms = {*SWITCH} - {"0", "1"} if "0" in variable.allowed else ()
+    values = [value for value in variable.allowed if value not in synonyms]
+    return [*(f"`{value}`" for value in values), *["a size"] * variable.size]
 
 
 UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
@@ -479,7 +487,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         ({"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason),
         {"reason": "`{r.name}`", "meaning": "{r.sentence}", "what to do": "{r.advice}", "expected": "{expected}"}),
     "variables": lambda: pivot(
-        ({"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"}
+        ({"v": v, "values": ", ".join(values_of(v)), "default": f"`{v.default}`" if v.default else "unset"}
          for v in VARIABLES),
         {"variable": "`{v.name}`", "values": "{values}", "default": "{default}", "meaning": "{v.meaning}"}),
     "commands": lambda: pivot(

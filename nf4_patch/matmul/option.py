@@ -45,8 +45,8 @@ def used(measured: tuple[MatmulStatus, ...]) -> int:
 
 MATMUL = Option(
     "NF4_PATCH_MATMUL", ("off", "auto"), "off",
-    "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to be faster. "
-    "Off by default, because results are as accurate as the original's but not bit-identical.",
+    "auto: multiply up to 64 rows (generation, short sequences) directly by the packed weight where this was measured to be faster. "
+    "Off by default, because results are as accurate, but not bit-identical.",
     on="auto", fast="auto", calls="products",
     report=report, lines=lines, used=used,
 )  # fmt: skip

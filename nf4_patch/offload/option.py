@@ -54,7 +54,7 @@ OFFLOAD = Option(
     "NF4_PATCH_OFFLOAD", ("off", "auto", "all"), "off",
     "Packed weights of layers wait in host memory and are prefetched, with bit-identical results. A size limits the packed weights "
     "of layers on each GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. auto: memory that the training "
-    "leaves free holds further layers. It applies to models loaded afterwards.",
+    "leaves free holds further layers. Load the model after the option is set.",
     size=True, on="6GiB",
     idle="no packed weight is in host memory -> load a 4-bit model onto a GPU after the option is on",
     report=report, lines=lines,

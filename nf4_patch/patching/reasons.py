@@ -18,8 +18,8 @@ class Reason(enum.Enum):
     ROCM = "this PyTorch is built for ROCm, and the kernel runs on NVIDIA GPUs only"
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
     FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active, or a backward with is_grads_batched"
-    DISPATCH_MODE = "a TorchDispatchMode is active, which would not see the operators that the original calls"
-    FUNCTION_MODE = "a TorchFunctionMode is active, which would not see the functions that the original calls"
+    DISPATCH_MODE = "a TorchDispatchMode is active, and the kernel would hide the original's operators from it"
+    FUNCTION_MODE = "a TorchFunctionMode is active, and the kernel would hide the original's functions from it"
     TENSOR_SUBCLASS = (
         "a tensor of the weight, or the input of a layer with LoRA, is a tensor subclass with its own dispatch "
         "(DTensor, FakeTensor, MetaTensor, ...)"
@@ -47,9 +47,7 @@ class Reason(enum.Enum):
         "the tensors of the weight are on different devices",
         "move the weight and its quant_state together",
     )
-    OUT_MISMATCH = (
-        "out has another shape, dtype, device, layout or alignment than the result, or shares memory with an input"
-    )
+    OUT_MISMATCH = "the argument out has another shape, dtype, device, layout or alignment than the result, or shares memory with an input"
     REQUIRES_GRAD = ("the packed weight requires a gradient", "freeze the weight with weight.requires_grad_(False)")
     MISALIGNED = "the address of the packed weight is not a multiple of 4"
     NO_STORAGE = (
@@ -81,8 +79,8 @@ class Reason(enum.Enum):
     EXPERT_PARALLEL = "the experts of a layer are distributed over several processes"
     EXPERT_BLOCKS = "a quantization block spans two experts, so all experts are dequantized"
     REPLACED = (
-        "another library or the script replaced this function, or one that it calls, before enable(), so that function runs",
-        "call enable() before the function is wrapped, or take the other function out. The log names it",
+        "another library or the script replaced this function, or one that it calls, before enable(), so their code runs",
+        "call enable() before the function is replaced, or remove the other function, which the log names",
     )
     MERGE_CHANGED = (
         'adapters were merged before merge="reversible" was on, or other code changed the merged weight, so peft quantizes the layer again',
@@ -96,8 +94,8 @@ class Reason(enum.Enum):
     )
     LORA_REPLACED = (
         "another library or the script replaced or wrapped a function that fused LoRA would compute itself "
-        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so that function runs",
-        "see the log for the function's name, and take the replacement out to use the option",
+        "(a forward of peft, bitsandbytes or torch.nn.Linear, matmul_4bit, dequantize_4bit), so their code runs",
+        "remove the other function, which the log names, to use the option",
     )
     LORA_DTYPES = (
         "the dtypes of the input, the adapter and the base layer cannot be combined (fp32 activations without autocast, for example)",
@@ -105,7 +103,7 @@ class Reason(enum.Enum):
         "which casts norms to fp32. Keep adapters in fp32 or in the input's dtype",
     )
     LORA_OPERANDS = (
-        "the fused matmul adds one adapter in bf16 or fp32, with inputs in bf16, a rank that 4 divides and no dropout",
+        "the fused matmul adds only one adapter in bf16 or fp32, with inputs in bf16, a rank that is a multiple of 4, and no dropout",
         "use one adapter and a rank of 8, 16, 32 or 64, and generate in evaluation mode",
     )
     GRAPH_NEW_SHAPE = (
@@ -121,33 +119,33 @@ class Reason(enum.Enum):
         'generate with cache_implementation="static"',
     )
     GRAPH_SLOW_GPU = (
-        'the profile "fast" captures no graphs on GPUs before compute capability 8.0, because they do not wait for Python',
+        '"fast" captures no graphs on GPUs older than compute capability 8.0, because such GPUs do not wait for Python',
         'call enable("fast", graphs="auto") to capture graphs there',
     )
     GRAPH_CHECKPOINT = (
-        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, or has a context_fn or other options, or is"
-        " Unsloth's, which would round the layer's fp32 input to bf16"
+        "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, has a context_fn or other options, or would round"
+        " the layer's fp32 input to bf16, as Unsloth's does"
     )
     GRAPH_ARGUMENTS = (
         "a CUDA graph does not support an argument or the result of the decoder layer",
-        "if it is a cache, train with model.config.use_cache = False",
+        "if the argument is a cache, train with model.config.use_cache = False",
     )
     GRAPH_HOOKED = (
-        "the decoder layer has hooks or compiled modules, is spread by a device_map, has sharded parameters (FSDP, ZeRO-3), or its"
+        "the decoder layer has hooks (a device_map over several GPUs sets some), compiled modules or sharded parameters (FSDP, ZeRO-3), or its"
         " outputs are recorded"
     )
     GRAPH_OWN_CODE = (
-        "the decoder layer runs code of the script or notebook, which may read anything, and a CUDA graph runs no Python",
+        "the decoder layer runs code of the script or notebook, which might read values that change, but a replay runs no Python",
         "put the code into an installed package, for example with `pip install -e .`, or train without graphs",
     )
     GRAPH_REUSED = (
         "the decoder layer shares a trained parameter with another layer or with itself, or is called twice before its backward"
-        " under a reentrant checkpoint, and a CUDA graph adds up gradients in another order",
+        " under a reentrant checkpoint, and a CUDA graph would add up the gradients in another order",
         "give each layer its own adapter, and set use_reentrant=False",
     )
     GRAPH_MODE = (
-        'anomaly detection, a profiler, another capture, an outer checkpoint or offload="..." is active, or another CUDA stream than'
-        " the one that the graphs belong to"
+        'anomaly detection, a profiler, another capture, an outer checkpoint or offload="..." is active, or the layer runs on'
+        " another CUDA stream than its graphs"
     )
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
     GRAPH_BACKWARD = (
@@ -163,30 +161,30 @@ class Reason(enum.Enum):
         "use smaller batches",
     )
     GRAPH_FAILED = (
-        "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or failed in the capture",
-        "see the log for the line, and replace the operation there",
+        "the decoder layer cannot be captured: an operation waits for the GPU, draws random numbers on the host or fails in the capture",
+        "replace the operation in the line of code that the log names",
     )
     GRAPH_THREADS = (
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
-        "do what uses the GPU in one thread, and run other threads in modules that do not import torch",
+        "use the GPU in one thread only, and put the functions of other threads into installed modules that do not import torch",
     )
-    ACTIVATIONS_WAITING = 'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
+    ACTIVATIONS_WAITING = 'activations="auto" still observes two training steps, or has not measured yet how much memory the decoder layer needs'
     ACTIVATIONS_BUDGET = (
         "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"
     )
     ACTIVATIONS_CHECKPOINT = (
         "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, has a context_fn, preserve_rng_state=False or other"
-        " options, or is Unsloth's, which would round the layer's fp32 input to bf16",
+        " options, or would round the layer's fp32 input to bf16, as Unsloth's does",
         "train with gradient_checkpointing=True, as transformers and TRL set it",
     )
     ACTIVATIONS_HOOKED = (
         "hooks on saved tensors, an outer checkpoint, a CUDA graph capture, a mode or a transform is active, or PyTorch is older than 2.8",
-        "train without activation_offloading=True, which moves what is kept to host memory",
+        "train without activation_offloading=True, which moves kept activations to host memory",
     )
-    ACTIVATIONS_LAYER = "the decoder layer's parameters are sharded (FSDP, ZeRO-3), its forward changes its buffers, or returns an unknown object"
+    ACTIVATIONS_LAYER = "the decoder layer's parameters are sharded (FSDP, ZeRO-3), or its forward changes its buffers or returns an unknown object"
     ACTIVATIONS_REENTRANT = (
-        "a reentrant checkpoint would compute something else: the layer is used twice before a backward, shares parameters with"
-        " another layer, gets few rows, no input with a gradient, or a list or dict",
+        "a reentrant checkpoint would compute something different, because the layer is used twice before a backward, shares parameters"
+        " with another layer, or gets few rows, a list, a dict, or no input with a gradient",
         'train with gradient_checkpointing_kwargs={"use_reentrant": False}',
     )
     INTERNAL_ERROR = ("nf4_patch raised an error", "please report it with the traceback from the log")

@@ -127,7 +127,7 @@ def wrapped(text: str) -> str:
 def doctor(
     tell: Progress, unsloth: bool, verbose: bool, offload: str, measure: str | None, layers: int
 ) -> Report:  # fmt: skip
-    """Check whether training on this machine would get faster, what to type for it, and if not, why."""
+    """Say whether training on this machine would get faster, and what to type, or why not."""
     if measure is not None:
         if unsloth:
             raise click.UsageError("--measure times peft's layers, which --unsloth would patch. Use one of the two")
