@@ -49,7 +49,7 @@ class Factors:
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``. ``gradient``: [rows, out]."""
+        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``, for a gradient [rows, out]."""
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:

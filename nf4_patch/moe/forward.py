@@ -86,7 +86,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy that saves slot_of for the backward of ``Combined``, if one is ``needed``."""
+        """Return a copy that saves slot_of for the backward of ``Combined``, if that backward is ``needed``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:

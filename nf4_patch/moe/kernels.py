@@ -1,7 +1,8 @@
 """Triton kernels that run between the grouped products of a mixture of experts. reference.py defines the results.
 
-Each token has TOP_K rows, sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, an index into the router's
-weights. All sums are in fp32 and in a fixed order. Triton's interpreter cannot run tl.sum and tl.sigmoid, so they are not used.
+Each token has TOP_K rows. All rows are sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, which is
+an index into the router's weights. All sums are in fp32 and in a fixed order. tl.sum and tl.sigmoid are not used, because
+Triton's interpreter cannot run them.
 """
 
 import triton

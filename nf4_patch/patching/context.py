@@ -59,7 +59,7 @@ def function_mode_active() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is batched by vmap, as ``torch.autograd.grad(is_grads_batched=True)`` does."""
+    """Return whether ``tensor`` is batched by vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
     return bool(torch._C._dispatch_keys(tensor).has(batched))
 
 
@@ -83,7 +83,7 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
 
 
 def watched_trace() -> Reason | None:
-    """Do the check of ``watched`` for a call that Dynamo traces. Dynamo can trace this function."""
+    """Return the same as ``watched``, for a call that Dynamo traces. Dynamo can trace this function."""
     if function_modes() and function_mode_active():
         return Reason.FUNCTION_MODE
     return Reason.EXPORTING if is_exporting() else None
@@ -104,8 +104,8 @@ class PlainFunction(torch.autograd.Function):
 def is_exporting() -> bool:
     """Return whether torch.export is active.
 
-    ``torch.compiler.is_exporting()`` is not used, because Dynamo in PyTorch 2.11 takes it as True in every graph that it
-    traces, even for torch.compile.
+    ``torch.compiler.is_exporting()`` is not used, because Dynamo in PyTorch 2.11 treats that function as True in every
+    trace, even for torch.compile.
     """
     return torch.compiler._is_exporting_flag
 

@@ -106,7 +106,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Option(Variable):
-    """An option: its environment variable and its part of ``status()``."""
+    """An option, with its environment variable and its part of ``status()``."""
 
     option: bool = True
     on: str = ""  # an example of a value that turns the option on

@@ -64,7 +64,7 @@ class Installed:
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
     def why_displaced(self) -> str:
-        """Explain a DISPLACED target: another library put its own function at the target's name."""
+        """Return a sentence that explains the state DISPLACED."""
         if why := refusal_of(self.target, self.current()):
             return f"another library put its own function in place, which cannot be replaced: {why}"
         return "another library put its own function in place; call enable() again to replace it"
@@ -165,7 +165,7 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Set ``name`` in a module, dict or class to ``function``, which becomes a static or class method if the old value was one.
+    """Set ``name`` in a module, dict or class to ``function``. A static or class method keeps its kind.
 
     If the class would inherit ``function`` under this name, delete the name from the class instead.
     """
@@ -240,7 +240,7 @@ def is_wrapped_by(pair: Pair, function: Any) -> bool:
 def functions_in(function: Any) -> Iterator[Any]:
     """Yield the functions that a wrapper holds as ``__wrapped__``, in closure cells and in the globals that it names.
 
-    ``__wrapped__`` alone is not enough: Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
+    ``__wrapped__`` alone is not enough, because Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
     """
     with contextlib.suppress(Exception):  # attributes of other libraries' objects may raise any error
         yield function.__wrapped__

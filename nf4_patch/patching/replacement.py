@@ -57,7 +57,7 @@ class Fallbacks:
         effects.refused(self.target, reason)
 
     def refuse(self, reason: Reason) -> NoReturn:
-        """Count a fallback, but raise an error. The original does not run, because it would compute wrong numbers.
+        """Count a fallback, and raise an error instead of running the original, which would compute wrong numbers.
 
         Raises:
             ValueError: always.

@@ -22,7 +22,7 @@ def function_at(place: str) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A library function that nf4_patch replaces: one row of the table ``TARGETS``.
+    """A library function that nf4_patch replaces, as one row of the table ``TARGETS``.
 
     Attributes:
         function: the function, as "module:attribute". A dotted attribute is a method of a class, or an entry of a dict

@@ -43,7 +43,7 @@ class Computed:
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Return the functions that have the names in COMPUTED now. Spelling them out is faster than a loop."""
+            """Look up the functions of COMPUTED. Spelling them out is faster than a loop."""
             ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
             return (
                 base.forward, package.matmul_4bit, decode.dequantize_4bit, decode.gemv_4bit,
@@ -70,7 +70,7 @@ class Computed:
 
 
 def say(name: str) -> None:
-    """Log once that a replaced function runs."""
+    """Log once that peft's forward runs, because the function ``name`` was replaced."""
     warn_once(
         f"nf4_patch: peft's forward runs, because {name} is not the library's own function. "
         'To use lora="fused" or matmul="auto" there, take the other function out'

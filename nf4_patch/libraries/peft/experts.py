@@ -149,8 +149,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 wrote A and B swapped, and the experts are square, so that the shapes do not show it.
-            Or Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 swapped A and B of square experts, which the shapes do not show, or Unsloth before
+            2026.9.6 wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse

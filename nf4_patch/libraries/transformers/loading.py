@@ -103,7 +103,7 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """Replace ``get_hf_quantizer`` to remove MXFP4 from gpt-oss's config, because ``Mxfp4`` decodes its stacks."""
+    """Replace ``get_hf_quantizer`` to remove MXFP4 from gpt-oss's config. The class ``Mxfp4`` decodes the stacks instead."""
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
@@ -281,7 +281,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     """Return a function that maps a checkpoint's key to (name, converter, pattern).
 
     ``name`` is the full name of the parameter. ``converter`` is the entry of ``mapping`` that converts the tensor, and
-    ``pattern`` is its source pattern that matches the key. Both are None if the tensor needs no conversion.
+    ``pattern`` is the source pattern that matches the key. The last two are None if the tensor needs no conversion.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -1,7 +1,7 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel. It runs unless the call is eager, and the weight cache can serve it or
-nf4_patch was measured to be faster on this GPU.
+Newer releases of Unsloth have their own NF4 kernel. That kernel runs, except in eager calls that the weight cache can
+serve, or on GPUs where nf4_patch was measured to be faster in eager calls.
 """
 
 from __future__ import annotations
