@@ -45,7 +45,7 @@ def span_of(k: int) -> int:
 
 
 def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels can add the product with an adapter to the product of m rows of x.
+    """Return whether the kernels can add an adapter's product for m rows of x.
 
     Only shapes, dtypes and devices are checked, not addresses.
 

@@ -34,7 +34,7 @@ class SmallMConfig(NamedTuple):
 
 
 class SmallMRow(NamedTuple):
-    """A row of a table: a config, and the limits of the sizes for which the config is used."""
+    """A row of a table, with a config and the limits of the sizes for which the config is used."""
 
     capability: tuple[int, int]
     max_m: int  # most rows of X

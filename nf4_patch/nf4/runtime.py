@@ -110,7 +110,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if it is not contiguous and 16-byte aligned."""
+    """Return the tensor if it is contiguous and 16-byte aligned, and otherwise a copy that is."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -125,7 +125,7 @@ def runs_on(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's storage is large enough for it. Sharding and offloading shrink storages."""
+    """Return whether the tensor's storage holds all its elements. Sharding and offloading shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
@@ -200,8 +200,8 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
     """Return ``built[key]``, which ``build`` makes at the first use. Store an error too and raise it again, if it is permanent.
 
     Raises:
-        KernelUnavailable: ``build`` failed (stored), or a CUDA graph is being captured (not stored).
-        torch.cuda.OutOfMemoryError, MemoryError: not stored.
+        KernelUnavailable: ``build`` failed, which is stored, or a CUDA graph is being captured, which is not stored.
+        torch.cuda.OutOfMemoryError, MemoryError: memory ran out, which is not stored.
     """
     if key not in built:
         if is_capturing():

@@ -93,7 +93,7 @@ def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **optio
 
 
 def with_liger(model: Any) -> str:
-    """Apply Liger's kernels to a model, if Liger supports the model. Return a phrase that says whether they are used."""
+    """Apply Liger's kernels to a model if possible. Return a phrase that says whether they are used."""
     if not release_of("liger_kernel") or not torch.cuda.is_available():
         return "without Liger"
     from liger_kernel.transformers import _apply_liger_kernel_to_instance

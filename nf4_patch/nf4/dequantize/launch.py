@@ -13,7 +13,7 @@ from . import compilation
 
 
 class Launch:
-    """A reusable launch of the kernel on one weight: the compiled kernel with all arguments except the output.
+    """A reusable launch of the kernel on one weight, with all arguments except the output.
 
     A launch stores addresses as integers, so it keeps no tensor of the weight alive. It is valid while the weight's
     fingerprint (addresses, sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
