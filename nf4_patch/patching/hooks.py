@@ -96,7 +96,7 @@ def block(profile: str | None = None, **options: Given) -> Iterator[None]:
             # If an interrupt came before ``_blocks.append``, this loop does nothing.
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
-                # While a block that was entered later is active, its configuration stays in force. It restores
+                # While a block that was entered later is active, its configuration stays in force. That block restores
                 # ``before`` when it ends.
                 if place < len(_blocks):
                     _blocks[place][:] = before

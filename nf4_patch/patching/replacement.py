@@ -48,7 +48,7 @@ class Fallbacks:
         if switch.strict or is_out_of_memory(error):
             raise error
         message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
-        if message not in counters.errors:  # a step makes hundreds of calls, so log one traceback only
+        if message not in counters.errors:  # log only one traceback, because a step makes hundreds of calls
             logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
         return Reason.INTERNAL_ERROR
 

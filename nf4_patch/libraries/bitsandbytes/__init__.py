@@ -16,8 +16,8 @@ LAYERS = "bitsandbytes.nn.modules"
 AUTOGRAD = "bitsandbytes.autograd._functions"
 OPS = "bitsandbytes.backends.cuda.ops"
 PARAMETRIZE = "bitsandbytes.nn.parametrize"
-STATE = ".quant_state.bitsandbytes__"  # In a checkpoint, the key of a QuantState is weight's key + STATE + quant_type.
-# In a checkpoint, the keys of a QuantState's parts are the weight's key + "." + one of these fields.
+STATE = ".quant_state.bitsandbytes__"  # A QuantState's key in a checkpoint is the weight's key + STATE + quant_type.
+# The keys of a QuantState's parts in a checkpoint are the weight's key + "." + one of these fields.
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
 
 LIBRARY = Library(
