@@ -111,7 +111,7 @@ class Option(Variable):
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
     fast: str = ""  # the value in the profile "fast"; "" if the option needs a decision
-    calls: str = ""  # the noun for the calls in ``Effect.used``, such as "layer calls"; "" if status shows only ``lines``
+    calls: str = ""  # what ``Effect.used`` counts, such as "layer calls"; "" if status shows only ``lines``
     idle: str = ""  # for an option without ``calls``: the message shown while the option is on but its report is empty
     # takes the option's current value, and returns the option's field of ``Status``
     report: Callable[[str | int], Any] | None = None

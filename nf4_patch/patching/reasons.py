@@ -168,7 +168,7 @@ class Reason(enum.Enum):
     )
     GRAPH_THREADS = (
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
-        "do what uses the GPU in one thread, and run other threads in modules that do not import torch",
+        "use the GPU in one thread only, and run other threads in modules that do not import torch",
     )
     ACTIVATIONS_WAITING = 'activations="auto" waits for two training steps, or how much memory the decoder layer holds is not measured yet'
     ACTIVATIONS_BUDGET = (

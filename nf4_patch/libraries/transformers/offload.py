@@ -64,7 +64,7 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
     ]
     if load_config.device_mesh is not None:
         raise ValueError(
-            "offload holds whole weights, and not those of tensor or expert parallelism. Use one of the two"
+            "offload supports neither tensor nor expert parallelism, because it moves whole weights. Use one of the two"
         )
     before = os.environ.get(IN_ORDER)
     try:
