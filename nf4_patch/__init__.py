@@ -134,7 +134,7 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight, CUDA graph and copy of an offloaded weight. PyTorch can reuse their memory.
+    """Drop every cached weight, CUDA graph and copy of an offloaded weight. PyTorch gets their memory once nothing uses it.
 
     Call this function after a write through ``parameter.data`` or a raw pointer. Such a write does not raise the
     weight's version counter, so the options ``cache`` and ``offload`` do not notice it. The options stay on and copy the

@@ -100,9 +100,9 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtype of the base product and the dtype of the decoded weight, or None if they are not supported.
 
-    The product has the dtype of autocast or, without autocast, of x. The weight is decoded to the layer's compute dtype,
-    which can differ, because a 4-bit checkpoint stores it. Without autocast, the result is None if only one of x's dtype
-    and the compute dtype is fp32, because peft rounds the sum differently there.
+    The product has the dtype of autocast or, without autocast, of x. The weight is decoded to the layer's compute dtype
+    unless that is fp32. This dtype can differ from the product's, because a 4-bit checkpoint stores it. Without autocast,
+    the result is None if only one of x's dtype and the compute dtype is fp32, because peft rounds the sum differently then.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
