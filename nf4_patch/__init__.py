@@ -68,17 +68,17 @@ def enable(
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
     activations: str | int | None = None, merge: Merge | None = None,
 ) -> bool:  # fmt: skip
-    """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
+    """Patch bitsandbytes, Unsloth and the other supported libraries, now or when they are imported.
 
-    If the patch is on, an option that is None keeps its current value. If the patch is off (not turned on yet, or
-    turned off by ``disable``), the option takes the value of its environment variable, for example NF4_PATCH_MATMUL for
-    ``matmul``. ``True`` means the value of an option that has only one value besides "off", and ``False`` means "off".
+    If the patch is already on, an option that is None keeps its current value. Otherwise the option takes the value of
+    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". ``True`` means the
+    other value, if an option has only one value besides "off".
 
     Args:
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
-            ``matmul="auto"``, ``cache="auto"``, ``activations="auto"`` and ``merge="reversible"``. Results are as accurate, but not bit-identical. Options that an
-            argument or a variable has set keep their value. An option that this machine cannot have stays off, and
-            ``status()`` says why.
+            ``matmul="auto"``, ``cache="auto"``, ``activations="auto"`` and ``merge="reversible"``. Results are as
+            accurate, but not bit-identical. Options that an argument or a variable has set keep their value. An option
+            that this machine does not support stays off, and ``status()`` says why.
         matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
             where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
             bit-identical. "off" is the default.
@@ -87,27 +87,28 @@ def enable(
             a weight from the cache if they only read it. "auto" uses the memory that training leaves free. "off", the
             default, or 0 caches nothing.
         experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model
-            while they are loaded. If these experts have LoRA adapters of peft, the activations are multiplied by the
-            LoRA matrices A and B separately. peft's own code would add B @ A to a 16-bit copy of all experts. "off",
+            while they are loaded. If these experts have LoRA adapters, the activations are multiplied by the LoRA
+            matrices A and B separately, whereas peft's own code would add B @ A to a 16-bit copy of all experts. "off",
             the default, loads experts in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
         offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB of
-            memory on each GPU, in models loaded from now on. The other layers wait in pinned host memory and are
-            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "auto" also
-            keeps the layers for which training leaves memory free. "off", the default, keeps all packed weights on the GPU.
-        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. It does so in
+            memory on each GPU, in models loaded from now on. The other layers stay in pinned host memory and are
+            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "auto" also keeps
+            as many layers there as fit into the memory that training leaves free. "off", the default, keeps all packed
+            weights on the GPU.
+        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. Graphs are used in
             training with gradient checkpointing, and in generation with transformers' static cache. Results are
             bit-identical. "off", the default, runs the layers eagerly.
-        activations: "auto" lets decoder layers under gradient checkpointing keep their activations while memory is spare,
+        activations: "auto" lets decoder layers under gradient checkpointing keep their activations where memory is free,
             so that these layers are not computed twice. Results are bit-identical. "8GiB" limits this memory on every
             GPU. "off", the default, or 0 keeps none.
         merge: "reversible" lets ``unmerge_adapter()`` restore the packed bytes that 4-bit linear layers had before
-            ``merge_adapter()``. It takes host memory for one copy of the packed weights. "off", the default, runs
+            ``merge_adapter()``. This needs host memory for one copy of the packed weights. "off", the default, runs
             peft's code, which quantizes the layers again.
 
     Returns:
-        True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
+        True if the patch is on, and False if NF4_PATCH=0 or NF4_USE_TRITON=0 keeps it off.
 
     Raises:
         ConfigError: an argument or an NF4_* variable has an unknown value, or an option that you named needs another
@@ -122,9 +123,10 @@ def enable(
 
 
 def disable() -> None:
-    """Restore every original function, and forget the options.
+    """Restore the original functions and forget the options.
 
-    A replacement that another library has wrapped stays in place and calls the original.
+    Two kinds of replacement stay in place: those that models with packed experts need, and those that another library
+    has wrapped. The latter call the original from then on.
     """
     from .patching import hooks
 
@@ -132,10 +134,11 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight, CUDA graph and copy of an offloaded weight. Their memory returns to PyTorch as soon as nothing uses it.
+    """Drop every cached weight, CUDA graph and copy of an offloaded weight. PyTorch gets their memory once nothing uses it.
 
-    A write through ``parameter.data`` or a raw pointer does not raise the weight's version counter, so the cache and
-    ``offload`` cannot notice it. Call this function after such a write. Both stay on, and copy the weights again.
+    Call this function after a write through ``parameter.data`` or a raw pointer. Such a write does not raise the
+    weight's version counter, so the options ``cache`` and ``offload`` do not notice it. The options stay on and copy the
+    weights again.
     """
     store = sys.modules.get(f"{__name__}.cache.store")  # not imported here, because it imports torch
     if store is not None:
@@ -164,7 +167,7 @@ def enabled(
     experts: Experts | None = None, lora: Lora | None = None, offload: str | int | None = None, graphs: Graphs | None = None,
     activations: str | int | None = None, merge: Merge | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
+    """Turn the patch on inside a ``with`` block, with the arguments of ``enable``, and restore the previous state after it.
 
     The patch applies to all threads of the process. If blocks overlap, the options of the block entered last apply.
     When the last block ends, the state from before the first block is restored.
@@ -179,7 +182,7 @@ def enabled(
 
 
 def status() -> Status:
-    """Return how many dequantizations ran in the kernel, and how many calls each option handled, and why not the others."""
+    """Return how many dequantizations ran in the kernel, how many calls each option handled, and why it refused others."""
     from .snapshot import status
 
     return status()
@@ -190,14 +193,14 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
 
     Args:
         weight: the packed weight, two values per byte. Its shape is [bytes, 1], or [1, bytes] if it is transposed.
-        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, with double quantization or not.
+        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, with or without double quantization.
         out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype``. It is filled and returned.
 
     Returns:
         The dense weight, with the dtype ``quant_state.dtype`` and the shape ``quant_state.shape``. If ``weight`` is
         transposed, the dense weight is transposed, too. On CUDA it is bit-identical to the result of
-        ``bitsandbytes.functional.dequantize_4bit``. On the CPU it follows the same formula. There bitsandbytes' result
-        may differ, because its CPU code uses a wrong scale for a block that spans two rows.
+        ``bitsandbytes.functional.dequantize_4bit``. The CPU result follows the same formula, but can differ from that of
+        bitsandbytes, whose CPU code uses a wrong scale for a block that spans two rows.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.
@@ -211,7 +214,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
 def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
     """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``.
 
-    This function can replace ``unsloth_dequantize`` in the challenge for NF4 dequantization that Unsloth published.
+    This function can replace ``unsloth_dequantize`` in Unsloth's public challenge on NF4 dequantization.
 
     Returns:
         The dense weight of shape [out_features, in_features], in the dtype of its quant_state.
@@ -240,14 +243,14 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _autoload() -> None:
-    """Enable the patch if NF4_PATCH=1 or NF4_PATCH=fast. Never raise, because bitsandbytes calls this function while it is imported."""
-    # Without a variable of nf4_patch there is nothing to do, and no other module is imported.
+    """Enable the patch if NF4_PATCH=1 or NF4_PATCH=fast. Never raise, because an error would make the import of bitsandbytes fail."""
+    # Without any variable of nf4_patch, return before other modules are imported.
     if not any(name.startswith("NF4_PATCH") for name in os.environ):
         return
     from .patching.config import Config, ConfigError, options_set
 
     try:
-        # If only variables of options are set, a warning at exit says so, unless the program called ``enable``.
+        # If only variables of options are set, warn at exit, unless the program called ``enable`` by then.
         if not os.environ.get("NF4_PATCH"):
             atexit.register(_say_what_had_no_effect)
         elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
@@ -266,7 +269,7 @@ def _enabled_once() -> bool:
 
 @functools.cache
 def _say(level: int, line: str) -> None:
-    """Log a line once per process. Only rank 0 logs what is no error, and data-loader workers log nothing."""
+    """Log a line once per process. Ranks other than 0 log only errors, and data-loader workers log nothing."""
     from .patching.config import is_worker, rank
 
     if (level >= logging.ERROR or rank() in ("", "0")) and not is_worker():

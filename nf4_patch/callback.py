@@ -24,7 +24,7 @@ class ReportCallback(TrainerCallback):
     ``train()`` was called. When training ends, the main process prints ``nf4_patch.status()``.
 
     Args:
-        json_file: the main process also writes the status to this file when training ends.
+        json_file: a file to which the main process writes the status when training ends.
         quiet: if True, the status is not printed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fill the table ``OPTIONS`` when the package is imported. The core reads the table and need not import any option."""
+"""Fill the table ``OPTIONS`` when the package is imported, so that the core need not import any option."""
 
 from __future__ import annotations
 

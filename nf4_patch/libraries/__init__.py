@@ -1,12 +1,12 @@
-"""The libraries that nf4_patch changes, one folder for each.
+"""The libraries that nf4_patch changes, with one folder per library.
 
-A folder's ``__init__`` lists every function that is replaced in the library, for all options, and what else nf4_patch looks
-up there. It is read before torch is imported, so it imports only the core's tables. The other modules of a folder pass the
-library's arguments to the engines. The engines are the folders of the options, and name no library.
+A folder's ``__init__`` lists every function that is replaced in the library, for all options, and the modules that
+nf4_patch reads. The ``__init__`` runs before torch is imported, so it imports only the core's tables. The other modules
+of a folder call the code in the folders of the options, which names no library.
 
-A library function is replaced by a plain function. A wrapt object would not do, because torch.compile bypasses it or
-breaks the graph at it. Each replacement checks at every call whether the patch is on. So ``disable`` also works after
-another library has wrapped the replacement.
+A replacement is a plain function, because torch.compile bypasses a wrapt object or breaks the graph at it. Each
+replacement checks at every call whether the patch is on, so that ``disable`` works even after another library has wrapped
+the replacement.
 """
 
 from __future__ import annotations

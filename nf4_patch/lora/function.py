@@ -1,8 +1,9 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
-The forward computes only LoRA's product. Then the caller adds the base product (x times the base weight) in place, without
-autograd, which so saves no tensor for the most expensive part. A checkpoint's recompute stops at the last saved tensor, and
-skips the base product of its last layer. The backward computes all gradients, and adds the two parts of x's gradient itself.
+The forward computes only LoRA's product. The caller then adds the base product (x times the base weight) in place and
+without autograd, so that no tensor is saved for the most expensive part. A checkpoint's recompute stops at the last saved
+tensor, so it skips the base product of its last layer. The backward computes all gradients, including the base product's
+part of x's gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .launch import correlate, expand, project
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
-    """Return scale * (a @ b), rounded once, added in place to ``added_to`` if given."""
+    """Return scale * (a @ b), added in place to ``added_to`` if given. With equal dtypes, the result is rounded once."""
     if added_to is None:
         return a @ b if scale == 1 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
     if added_to.dtype is a.dtype:
@@ -29,12 +30,12 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, in a tenth of the time if nothing is to be done."""
+    """Return ``tensor.to(dtype)``, in a tenth of the time if the tensor has this dtype already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Factors:
-    """LoRA's A [rank, in] and B [out, rank]. Products are computed in their dtype."""
+    """LoRA's A [rank, in] and B [out, rank], which are multiplied in their own dtype."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float):
         self.a, self.b, self.scale = a, b, scale
@@ -48,7 +49,7 @@ class Factors:
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``. ``gradient``: [rows, out]."""
+        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``, for a gradient [rows, out]."""
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """Factors in fp32. They multiply bf16 matrices on tensor cores, at fp32 precision.
+    """Factors in fp32, which are multiplied by bf16 matrices on tensor cores at fp32 precision.
 
     ``inner_gradient`` returns fp32 without the scale, which ``gradient_of_a`` and ``gradient_of_z`` apply.
     """
@@ -90,7 +91,10 @@ Adapter = tuple[type[Factors], float, bool]  # Factors or WideFactors, the scale
 
 
 class LoraProduct(PlainFunction):
-    """Compute y + scale * z @ A.T @ B.T of each adapter, [rows, out]. The backward includes the base product, which the caller adds."""
+    """Add the product scale * z @ A.T @ B.T of each adapter to y, [rows, out].
+
+    The caller adds the base product to the result, so the backward includes the base product's gradient.
+    """
 
     @staticmethod
     def forward(
@@ -105,7 +109,8 @@ class LoraProduct(PlainFunction):
 
         Args:
             x: [rows, in], in the dtype of the base product.
-            y: None, a bias [out], or [rows, out], which might be overwritten and so is allowed only if nothing requires a gradient.
+            y: None, a bias [out], or a tensor [rows, out]. Such a tensor might be overwritten, so it is allowed only if
+                nothing requires a gradient.
             dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.
             tensors: z [rows, in], A [rank, in] and B [out, rank] of each adapter. z is None if it is x.
@@ -122,7 +127,7 @@ class LoraProduct(PlainFunction):
             y = cast(factors.outer(inner, y), x.dtype if y is None else y.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
             if of_a and is_x and a.dtype is not x.dtype:
-                # Here peft saves x as a copy in the dtype of A. So the caller may write into x before the backward.
+                # peft would save a copy of x in the dtype of A, so the caller may write into x before the backward.
                 z = copy = x.clone() if copy is None else copy
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
@@ -136,7 +141,7 @@ class LoraProduct(PlainFunction):
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
             saved = ctx.saved_tensors  # read only once, because a checkpoint returns each saved tensor only once
-            # Compiled autograd, modes and transforms (is_grads_batched) see PyTorch's products, but not our kernels.
+            # Compiled autograd, modes and transforms (is_grads_batched) cannot see nf4_patch's kernels.
             plain = is_compiling() or watched(gradient) is not None
             x_gradient: Any = None
             found: list[Tensor | None] = []

@@ -1,7 +1,7 @@
 """Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, at fp32 precision.
 
 Each fp32 number is split into three bf16 numbers. A product of two bf16 numbers is exact in fp32, but tensor cores add less
-precisely. So they add only the products of one tile, the smallest first, and the sums of the tiles are added in fp32.
+precisely. So tensor cores add only the products of one tile, the smallest first. The sums of the tiles are added in fp32.
 
     x, addend, out: bf16 [rows, width]. inner: fp32 [rows, rank].
     factor: fp32 [rank, width] if WIDE, otherwise fp32 [width, rank].
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """Round fp32 x to bf16, as fp32. With integer operations, because a cast truncates in Triton's interpreter."""
+    """Round fp32 x to the precision of bf16. A cast is not used, because it would truncate in Triton's interpreter."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return the offset of the factor's element at ``column`` of the width and ``r`` of the rank."""
+    """Return the offset of an element of the factor, given its index ``column`` in the width and ``r`` in the rank."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:
@@ -52,7 +52,7 @@ def project_kernel(
     x, factor, inner, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """inner[part] = x @ factor over a part of the width, steps * COLUMNS columns. The caller adds up the parts."""
+    """Compute inner[part] = x @ factor over a part of steps * COLUMNS columns. The caller adds up the parts."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * COLUMNS
@@ -72,7 +72,7 @@ def expand_kernel(
     inner, factor, addend, out, scale, rows, width, rank,
     ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * inner @ factor, plus addend if ADD, rounded once.
+    """Compute out = scale * inner @ factor, plus addend if ADD, rounded once.
 
     Partial products below about 2^-16 of the full product are dropped.
     """
@@ -101,7 +101,7 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """factor[part] = scale * x.T @ inner over steps * ROWS of the rows. The caller adds up the parts."""
+    """Compute factor[part] = scale * x.T @ inner over a part of steps * ROWS rows. The caller adds up the parts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

@@ -22,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 class Tile(NamedTuple):
     """Rows and columns that a program multiplies at a time, and stages of Triton's software pipeline.
 
-    Chosen on an H200, for layers of 1,024 to 14,336 columns, with 512 and 4,096 rows and rank 16.
+    The values were chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
     """
 
     rows: int
@@ -35,7 +35,7 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 
 @functools.cache
 def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
-    """Return a kernel's constexprs in the order of its signature. ``flags``: ADD and WIDE for expand_kernel, else WIDE."""
+    """Return a kernel's constexprs in the order of its signature. ``flags`` are WIDE and, for expand_kernel, ADD."""
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
     return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
@@ -76,7 +76,7 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and steps per part.
+    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and tiles per part.
 
     Args:
         programs: the number of programs that compute one part.
@@ -108,7 +108,9 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
 
 
 def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tensor | None) -> Tensor:
-    """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once, as a new tensor: a dispatch mode might hold the addend.
+    """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once.
+
+    The result is a new tensor, because a dispatch mode might hold the addend.
 
     Args:
         inner: fp32 [rows, rank].
@@ -134,7 +136,12 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tens
 
 
 def correlate(x: Tensor, inner: Tensor, wide: bool, scale: float) -> Tensor:
-    """Return scale * x.T @ inner, fp32 [width, rank], or its transpose if ``wide``. x: bf16 [rows, width], inner: fp32 [rows, rank]."""
+    """Return scale * x.T @ inner, fp32 [width, rank], or its transpose if ``wide``.
+
+    Args:
+        x: bf16 [rows, width].
+        inner: fp32 [rows, rank].
+    """
     (rows, width), rank = x.shape, inner.shape[1]
     tile, blocks = TILES["correlate_kernel"], -(-rank // LARGEST_RANK)
     programs = -(-width // tile.columns)

@@ -1,7 +1,7 @@
 """Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-peft's forward and our function save different tensors, and the recompute must save those of the forward. FlopCounterMode or
-a hook, for example, might be active during the forward only.
+peft's forward and nf4_patch's function save different tensors, so the recompute must run whichever of them the forward ran.
+Without the record, a hook or FlopCounterMode that is active only during the forward would change the decision.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.utils import checkpoint
 
 from ..patching.reasons import Reason
 
-Decision = Reason | bool  # the Reason why peft's forward ran, or True if our function ran
+Decision = Reason | bool  # the Reason why peft's forward ran, or True if nf4_patch's function ran
 NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list to which the caller appends its Decision, and, in a recompute, the forward's Decision for this call.
+    """Return the list to which the caller appends its Decision and, in a recompute, the forward's Decision for this call.
 
-    The checkpoint's frame holds the list. The result is None if ``pack``, the current pack hook, does not belong to a checkpoint.
+    The checkpoint's frame holds the list. If ``pack``, the current pack hook, does not belong to a checkpoint, return None.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):

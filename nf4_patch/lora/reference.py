@@ -1,4 +1,4 @@
-"""The kernels of kernels.py in plain PyTorch, with the arguments of launch.py, plus ``dtype``, in which the result is computed."""
+"""The functions of launch.py in plain PyTorch, as references. They compute the result in ``dtype``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The fused matmul with a LoRA adapter: x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
+"""The fused matmul with a LoRA adapter, which computes x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
-The first launch computes scale * x @ A.T. It splits K into parts, and returns an fp32 sum for each part, without
-atomics. The second launch is the fused matmul. It adds up the parts in order, multiplies them by B, and adds the
-product to its own fp32 sums. So the result is rounded only once.
+The first launch computes scale * x @ A.T. It splits K into parts, and writes an fp32 sum for each part, without
+atomics. The second launch is the fused matmul. It adds up these sums in order, multiplies the total by B, and adds the
+product to its own fp32 sums, so that the result is rounded only once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if triton is not None:
 
 PARTS = 16  # K is split into at most this many parts; 32 parts are slower at 8 rows (H200)
 COLUMNS = 128  # the first kernel multiplies this many columns of x and A per step
-# A fragment is an operand of an mma, and takes four registers of a lane. 16 rows of B take at most this many fragments.
-# The limit allows a rank of 128 in bf16, or of 64 in fp32.
+# 16 rows of B take at most this many fragments, which allows a rank of 128 in bf16, or of 64 in fp32. A fragment is an
+# operand of an mma, and takes four registers of a lane.
 MOST_FRAGMENTS = 8
 RANK_STEP = 4  # the rank must be a multiple of this, because a lane loads four columns of B
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -34,20 +34,20 @@ Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A [rank, K], B [N, rank] a
 
 
 def layout_of(a: torch.Tensor) -> AdapterLayout:
-    """Return the layout of an adapter (its rank, its precision, and the number of parts of K), given A [rank, K]."""
+    """Return the layout of an adapter (rank, precision and number of parts of K), given A [rank, K]."""
     rank, k = a.shape
     return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
 
 
 def span_of(k: int) -> int:
-    """K is split into parts. Return how many of the ``k`` columns of x one part covers, a multiple of COLUMNS."""
+    """Return how many of the ``k`` columns of x one part covers. The result is a multiple of COLUMNS."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
 def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels can add the product with an adapter to the product of m rows of x.
+    """Return whether the kernels can add an adapter's product for m rows of x.
 
-    The answer depends on shapes, dtypes and devices, but not on addresses.
+    Only shapes, dtypes and devices are checked, not addresses.
 
     Args:
         a, b: A [rank, K] and B [n, rank].
@@ -72,9 +72,9 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
 def why_not(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, adapter: Adapter, m: int
 ) -> Reason | None:
-    """Return the first Reason why the kernels cannot add the adapter's product to that of m rows of x, or None.
+    """Return the first Reason why the kernels cannot add the adapter's product for m rows of x, or None.
 
-    The answer depends neither on addresses nor on the contents of tensors.
+    Neither addresses nor contents of tensors are read.
     """
     n, a, b = weight.shape[0], *adapter[:2]
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (n,) or bias.device != x.device):
@@ -85,16 +85,13 @@ def why_not(
 
 
 def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
-    """Return the key of a LoraLaunch, without the MatmulLaunch's operands."""
+    """Return the properties of x and the adapter that are part of a LoraLaunch's key."""
     a, b, _ = adapter
     return x.dtype, a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read A or B.
-
-    The factor must be contiguous, 16-byte aligned and not lazily negated, and its memory must not have been freed.
-    """
+    """Return whether A or B is contiguous, 16-byte aligned and not lazily negated, and its memory is not freed."""
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16

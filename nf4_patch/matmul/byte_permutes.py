@@ -35,10 +35,7 @@ def round_codes(scale: str, dtype: str) -> list[str]:
 
 
 def decode_word(word: str, registers: Sequence[str]) -> list[str]:
-    """Return PTX that decodes a packed 32-bit word of 8 weights into four registers.
-
-    Each register gets two weights. The weights are in memory order.
-    """
+    """Return PTX that decodes a packed 32-bit word of 8 weights into four registers, two per register in memory order."""
     lines = [f"and.b32 index, {word}, 0x77777777;", f"shl.b32 above, {word}, 4;"]
     # Each byte of the register ``sign`` belongs to one nibble, and repeats the nibble's highest bit eight times.
     for half, signs in enumerate(("0x9d8c", "0xbfae")):

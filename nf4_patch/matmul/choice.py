@@ -1,4 +1,4 @@
-"""Choose the config of the fused matmul for a size, which is a number of rows of x and a shape of the weight.
+"""Choose the config of the fused matmul for a size, which is the number of rows of x and the shape of the weight.
 
 The config comes from the shipped table. On a GPU without a table, each process measures a size at its first use. Within
 a process, the choice for a size never changes.
@@ -23,8 +23,7 @@ from .tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 
 logger = logging.getLogger("nf4_patch")
 
-# One measurement serves a range of row counts of x: 1, 2, 3 to 4, 5 to 8 and so on.
-# LAST_ROWS holds the largest row count of each range.
+# The largest row count of each range that one measurement serves. The ranges are 1, 2, 3 to 4, 5 to 8 and so on.
 LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LARGEST_M = LAST_ROWS[-1]
 
@@ -34,8 +33,6 @@ _choosing = threading.Lock()
 
 
 class Thread(threading.local):
-    """State of one thread."""
-
     measures = False  # whether a measurement runs in this thread
 
 
@@ -45,19 +42,18 @@ _thread = Thread()
 def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) -> SmallMConfig | None:
     """Return the config for x [m, k] and a weight [n, k] on this GPU, or None if the fused matmul is not faster.
 
-    The first answer stands until the process ends, so the recompute of a checkpoint gets the same answer as its
-    forward.
+    The answer never changes within a process, so that the recompute of a checkpoint gets the same answer as its forward.
 
     Args:
-        may_measure: whether a new measurement is allowed. It is False if x requires a gradient. Without a shipped table
-            or an earlier measurement, the answer is then None.
+        may_measure: whether a new measurement is allowed. If not, and there is neither a shipped table nor an earlier
+            measurement, the answer is None.
     """
     if m > LARGEST_M or device < 0:  # PyTorch's index of the CPU is -1
         return None
     size = device, m, n, k
     if size not in _configs:
-        # A function that is being measured may call another function that the option replaces.
-        # During a measurement, such a call gets None here, so that the original of the other function runs.
+        # A function that is being measured might call another function that the option replaces. Return None, so that
+        # the original of this other function runs.
         if _thread.measures:
             return None
         with _choosing:
@@ -65,13 +61,13 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
                 try:
                     _configs[size] = choose(device, m, n, k, may_measure)
                 except Exception:
-                    _configs[size] = None  # later calls get None, because another try would fail again
+                    _configs[size] = None  # do not try again, because another try would fail too
                     raise
     return _configs[size]
 
 
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
-    """Return the config from the shipped table. On a GPU without a table, return the config that a measurement found.
+    """Return the config from the shipped table or, on a GPU without a table, the config that a measurement found.
 
     An earlier measurement of this process serves its whole range of row counts. Without any measurement, return None.
     """
@@ -95,14 +91,14 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
 
 
 def measured_apart(*arguments: Any) -> Measurement | None:
-    """Call ``measure`` in a new thread, so that autocast, modes and a private memory pool of this thread do not apply.
+    """Call ``measure`` in a new thread, where autocast, modes and private memory pools of this thread do not apply.
 
     Return None if the kernel cannot be compiled or the GPU has too little memory.
     """
     with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
         try:
             return pool.submit(measure, *arguments).result()
-        except (runtime.KernelUnavailable, torch.cuda.OutOfMemoryError):  # the caller's own matmul may still succeed
+        except (runtime.KernelUnavailable, torch.cuda.OutOfMemoryError):  # the original matmul might still succeed
             return None
 
 
@@ -112,16 +108,13 @@ def has_table(capability: tuple[int, int]) -> bool:
 
 
 def can_measure() -> bool:
-    """Return whether a measurement is possible now.
-
-    It is not possible during a capture, a trace or a backward, or under a dispatch mode.
-    """
+    """Return whether no capture, trace, backward or dispatch mode forbids a measurement now."""
     tracing = torch.compiler.is_compiling() or runtime.is_capturing()
     return not (tracing or modes_active() or backward_in_progress() != -1)
 
 
 def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
-    """Return the configs to measure on a GPU without a shipped table: the one for an H100 and the one for a T4."""
+    """Return the configs to measure on a GPU without a shipped table, which are those for an H100 and for a T4."""
     tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
     found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
     return list(dict.fromkeys(config for config in found if config is not None))

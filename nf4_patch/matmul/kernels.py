@@ -15,10 +15,7 @@ def matmul_4bit_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x by the packed weight: run the PTX that ``small_m_ptx.program`` returns.
-
-    The docstring of ``program`` documents the operands.
-    """
+    """Multiply x by the packed weight with the PTX of ``small_m_ptx.program``, which documents the operands."""
     tl.inline_asm_elementwise(
         PTX, CONSTRAINTS,
         [
@@ -39,7 +36,7 @@ def matmul_4bit_lora_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k, inner, b,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x by the packed weight and add a LoRA adapter: run the PTX that ``small_m_ptx.program`` returns."""
+    """Multiply x by the packed weight and add a LoRA adapter's product, with the PTX of ``small_m_ptx.program``."""
     tl.inline_asm_elementwise(
         PTX, LORA_CONSTRAINTS,
         [
@@ -75,9 +72,8 @@ def lora_inner_kernel(
         column = part * SPAN + start + tl.arange(0, COLUMNS)
         left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
         right = tl.load(a + r * K + column[:, None], mask=(r < RANK) & (column < K)[:, None], other=0.0)
-        # x is bf16, so an fp32 A is split into a sum of two bf16 numbers, and x is multiplied by both numbers.
-        # The sum of the two numbers differs from A by up to about 2^-16 of A's value.
-        # The mask keeps the upper 16 bits of the fp32 number. These bits are the first bf16 number.
+        # x is bf16, so split an fp32 A into two bf16 numbers, and multiply x by both. Their sum differs from A by up to
+        # about 2^-16 of A's value. The first bf16 number is the upper 16 bits of the fp32 number, which the mask keeps.
         if WIDE:
             high = (right.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
             total = tl.dot(left, (right - high).to(tl.bfloat16), total)

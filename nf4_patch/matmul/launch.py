@@ -23,8 +23,8 @@ def first_config(
 ) -> SmallMConfig | None:
     """Look up the config for ``m`` rows of X and an [n, k] weight. Return None if the table has no entry for this size.
 
-    The first table entry whose limits allow this size is used. If several entries have the same limits, the config that
-    keeps the most multiprocessors busy is used.
+    Use the first table entry whose limits allow this size. Among entries with the same limits, use the config that keeps
+    the most multiprocessors busy.
 
     Args:
         rows: the entries of the table.
@@ -62,7 +62,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
 
 
 def supports(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> bool:
-    """Return whether the kernel supports these operands. The caller has already checked the weight with ``guards.why_not``."""
+    """Return whether the kernel supports these operands. The caller must have checked the weight with ``guards.why_not``."""
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
@@ -84,10 +84,9 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 class MatmulLaunch:
     """Multiplies any x of one shape by one weight.
 
-    A launch stores the compiled kernels and all their arguments except x and out.
-
-    The arguments contain the addresses of the weight and the bias as plain integers, so a launch keeps no tensor alive.
-    A launch is valid as long as the weight's fingerprint and the bias's address stay the same.
+    A launch stores the compiled kernels and all their arguments except x and out. The addresses of the weight and the
+    bias are plain integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint and the bias's
+    address stay the same.
 
     Args:
         kernel: the kernels that were compiled for these operands.
@@ -102,7 +101,7 @@ class MatmulLaunch:
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
-        # The kernel always gets an address for the bias. If there is no bias, the kernel does not read this address.
+        # The kernel always gets an address for the bias, but does not read this address if there is no bias.
         spare = (operands[2] if bias is None else bias).data_ptr()
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry

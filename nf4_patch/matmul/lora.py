@@ -29,7 +29,7 @@ fused = FusedMatmul(NAME)
 def kernel(x: Tensor, *fields: Any) -> Tensor:
     """Run the op matmul_lora_4bit. If the kernels cannot run, dequantize the weight and use PyTorch operators.
 
-    The library's original function cannot run as the fallback, because a compiled graph contains only the op.
+    A compiled graph cannot fall back to the library's original function, because it contains only the op.
     """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
@@ -48,8 +48,8 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
 def fake(x: Tensor, *fields: Any) -> Tensor:
     """Return an empty tensor with the shape and dtype of the op's result, for tracing with fake tensors.
 
-    If the kernels do not support the operands, return a bool tensor instead. Its length is the index of the Reason in
-    ``op.REASONS``. ``op.fake`` encodes a Reason in the same way, and ``traced`` decodes it.
+    If the kernels do not support the operands, return a bool tensor whose length is the index of the Reason in
+    ``op.REASONS``, as in ``op.fake``. ``traced`` decodes it.
     """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
@@ -60,7 +60,7 @@ def fake(x: Tensor, *fields: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload: defined once per process
+if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload must not define the op a second time
     library = torch.library.Library("nf4_patch", "FRAGMENT")
     library.define("matmul_lora_4bit" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("matmul_lora_4bit", kernel, "CompositeExplicitAutograd")

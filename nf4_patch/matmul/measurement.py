@@ -30,30 +30,27 @@ logger = logging.getLogger("nf4_patch")
 Call = Callable[[], Any]
 ROUNDS = 9
 MARGIN = 0.03  # a config wins only if it is faster by more than this fraction
-# SLACK: the error of the fused matmul may be this many times the error of dequantize + matmul, both against fp64.
-# The two errors differ a little, because the fused matmul adds in a different order.
+# The allowed error of the fused matmul, divided by the error of dequantize + matmul, both against fp64. The two errors
+# differ a little, because the fused matmul adds in a different order.
 SLACK = 1.01
-# HEAD_START: the GPU sleeps for this many cycles (about 3 ms), while the host enqueues a whole round.
+# The GPU sleeps for this many cycles (about 3 ms) while the host enqueues a whole round.
 HEAD_START = 5_000_000
 DEQUANTIZE = "dequantize + matmul"
 
 
 class Measurement(NamedTuple):
-    """The result of a measurement: the config that won, if any, and the times that were compared."""
+    """The config that won a measurement, if any, and the times that were compared."""
 
     config: SmallMConfig | None  # None if the fused matmul is not faster
     us: Mapping[str, float]  # median GPU time in us, by the name of the timed function
 
 
-# The library functions that the fused matmul is compared with in a measurement, by name
+# The library functions with which the fused matmul is compared, by name.
 RIVALS = {target.name: target for target in TARGETS if target.timed}
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
-    """Return the original library functions that the fused matmul replaces in this process, by name.
-
-    Functions that cannot multiply ``m`` rows are left out.
-    """
+    """Return the originals that the fused matmul replaces in this process and that can multiply ``m`` rows, by name."""
     entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
     return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
 
@@ -68,11 +65,12 @@ def measure(
 
     The result applies to every row count from ``first`` to ``last``, because more rows never take less time. The
     configs are timed with ``last`` rows, where they are slowest. The originals, and dequantize + matmul, are also timed
-    with ``first`` rows, where they are fastest. A config wins if its median time is below all their times (see
-    ``winner``).
+    with ``first`` rows, where they are fastest. A config wins if its median time is below all times of these functions
+    (see ``winner``).
 
     Returns:
-        None if the GPU has too little free memory, the host was too slow to time anything, or no config gives right results.
+        The measurement, or None if the GPU has too little free memory, the host was too slow to time anything, or no
+        config gives right results.
 
     Raises:
         KernelUnavailable: the dequantization kernel cannot be compiled.
@@ -105,7 +103,7 @@ def measure(
             theirs[f"{DEQUANTIZE}, {m} rows"] = lambda x=x[:m]: F.linear(x, dequantization.run())  # type: ignore[misc]
             for name, original in originals.items():
                 call = functools.partial(function_at(RIVALS[name].timed), original, x[:m], weight, state)
-                # The rival may return None instead of a product. Its caller then dequantizes.
+                # A rival that returns None instead of a product leaves the call to its caller, which dequantizes.
                 if m <= RIVALS[name].rows and call() is not None:
                     theirs[f"{name}, {m} rows"] = call
         times = gpu_times({**ours, **theirs}, 4 * cache_size)
@@ -118,8 +116,8 @@ def measure(
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
     """Return the name of the config with the smallest median time, or "" if the config is not clearly faster.
 
-    Clearly faster means that the median of the config is below every single time of the other functions, by more than
-    the fraction ``MARGIN``.
+    It is clearly faster if its median is below every single time of the other functions by more than the fraction
+    ``MARGIN``.
 
     Args:
         times: all measured times of each config and each other function, by name.
@@ -134,9 +132,8 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
     """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k].
 
-    Both are in bf16, or in fp16 on a GPU before sm_80.
-
-    The random numbers come from a new generator, because PyTorch's default generator belongs to the user's program.
+    Both are in bf16, or in fp16 on a GPU before sm_80. A new generator is used, because PyTorch's default generator belongs
+    to the user's program.
     """
     where = torch.device("cuda", device)
     dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
@@ -186,8 +183,8 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
 def gpu_times(calls: Mapping[str, Call], flushed: int) -> dict[str, list[float]]:
     """Time each call on the GPU with a cold L2 cache. Return the times in us, by the name of the call.
 
-    A round runs every call once and gives one time per call. A round is dropped if the GPU reached its first call
-    before the host had enqueued all calls, because the GPU may then have waited for the host.
+    A round runs every call once and gives one time per call. If the GPU reached the first call before the host had
+    enqueued all calls, the round is dropped, because the GPU might have waited for the host.
 
     Args:
         flushed: how many bytes are read before each call, to overwrite the L2 cache.

@@ -1,4 +1,4 @@
-"""Define the option ``matmul="auto"``, which multiplies few rows by the packed weight without a dense copy of it."""
+"""The option ``matmul="auto"``, which multiplies few rows by the packed weight without a dense copy of the weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MatmulStatus:
     rows: int
     out_features: int
     in_features: int
-    fused: bool  # whether the fused matmul was faster, and runs
+    fused: bool  # whether the fused matmul was faster, so that it runs
     us: dict[str, float]  # median GPU time in us, by the name of the timed function
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ def lines(measured: tuple[MatmulStatus, ...]) -> list[str]:
 
 
 def used(measured: tuple[MatmulStatus, ...]) -> int:
-    """Return how many products ran in a fused matmul, at any target."""
+    """Return how many products the fused matmul computed, for all targets."""
     from ..patching.counters import counters
 
     return sum(counter.hits for (*_, kernel), counter in list(counters.hit_counters.items()) if kernel)

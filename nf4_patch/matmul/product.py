@@ -1,8 +1,8 @@
 """Replace bitsandbytes' and Unsloth's matmul of a few rows by the fused matmul.
 
 Results of the fused matmul are as accurate as those of dequantize + matmul, but not bit-identical. The same is true
-of bitsandbytes' own fused kernels. So the fused matmul is off by default. ``enable(matmul="auto")`` or
-NF4_PATCH_MATMUL=auto switches it on.
+of bitsandbytes' own fused kernels. So the fused matmul is off unless ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto
+switches it on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .choice import LARGEST_M, LAST_ROWS, config_for
 
 
 class FusedMatmul:
-    """The fused matmul of one target."""
+    """Runs the fused matmul for one target, and stores its launches."""
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
@@ -46,9 +46,9 @@ class FusedMatmul:
         """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
         Args:
-            weight: in x's dtype.
+            weight: the weight [N, K]. Its dtype must be that of x.
             out: the tensor for the result. If it is None, a new tensor is returned.
-            adapter: adds scale * (x @ A.T) @ B.T. No kernel writes such a sum to ``out``.
+            adapter: the LoRA adapter whose product scale * (x @ A.T) @ B.T is added. It is not supported with ``out``.
         """
         if dequantizer.prefetch.on:
             found = dequantizer.prefetch.read(weight, lambda copy: self.run(x, copy, bias, out, adapter))
@@ -66,7 +66,7 @@ class FusedMatmul:
             key = (x.shape, x.get_device(), x.is_neg(), bias_key, layout, weight.memo())
             launch = self.launches.get(key)
         except (AttributeError, TypeError, RuntimeError):
-            # An argument is not a tensor, or a tensor has no memory, or a shape is a list. Such a call has no key.
+            # A call has no key if an argument is not a tensor, a tensor has no memory, or a shape is a list.
             key = launch = None
         if launch is None:
             launch = self.remember(key, self.resolve(x, weight, bias, adapter))
@@ -79,10 +79,7 @@ class FusedMatmul:
         return result
 
     def remember(self, key: Any, launch: matmul.MatmulLaunch | Reason) -> matmul.MatmulLaunch | Reason:
-        """Store a launch for later calls with the same key, and return it.
-
-        A Reason is returned without being stored, and so is a launch if the key is None.
-        """
+        """Return ``launch``, and store it for later calls with the same key. Store neither a Reason nor a launch without a key."""
         if key is not None and type(launch) is not Reason:
             if len(self.launches) >= LIMIT:
                 self.launches.clear()
@@ -127,7 +124,7 @@ class FusedMatmul:
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
-            # bitsandbytes itself multiplies by a weight that is packed for the CPU. So on the CPU this is no error.
+            # On the CPU, bitsandbytes itself multiplies by a weight that is packed for the CPU, so this is no error.
             return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
         if (watcher := watched()) is not None:
             return watcher
@@ -158,10 +155,10 @@ def config_or_why_not(
 ) -> Any:
     """Return the config for these operands, or the first Reason why the kernels do not support them.
 
-    The answer depends neither on addresses nor on the contents of tensors, so the function also works on fake tensors.
+    Neither addresses nor contents of tensors are read, so the function also works on fake tensors.
 
     Args:
-        ignore: Reasons that ``guards.why_not`` does not check for the weight.
+        ignore: the Reasons whose guards are skipped for the weight.
     """
     if not runtime.runs_on(x):
         return Reason.NOT_CUDA
@@ -171,8 +168,8 @@ def config_or_why_not(
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
     m: Any = x.numel() // k
-    # If Dynamo traces the number of rows as a symbol, the compiled graph runs for any number of rows.
-    # Then every range of row counts needs a config. LAST_ROWS holds the largest count of each range.
+    # If Dynamo traces the number of rows as a symbol, the compiled graph runs for any number of rows, so every range of
+    # row counts needs a config.
     every = (m,) if type(m) is int else LAST_ROWS
     device, may_measure = x.get_device(), adapter is not None or not x.requires_grad
     configs = [config_for(device, rows, n, k, may_measure=may_measure) for rows in every]
@@ -187,9 +184,9 @@ def config_or_why_not(
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """Turn ``multiply`` into a factory of replacements, for the ``replace`` field of a Target (a decorator).
+    """Turn ``multiply`` into a factory of replacements, which the field ``replace`` of a Target can name (a decorator).
 
-    A replacement calls ``multiply`` first. If ``multiply`` returns a Reason, the original function runs.
+    A replacement first calls ``multiply``. If ``multiply`` returns a Reason, the original function runs.
     """
 
     def make(target: Any, original: Function) -> Function:

@@ -1,7 +1,4 @@
-"""Divide the work of the fused matmul for up to 64 rows of X, and compile its kernels.
-
-``plan`` divides the work as a config says. ``SmallMKernel`` compiles the kernels of a plan.
-"""
+"""Divide the work of the fused matmul for up to 64 rows of X as a config says, and compile its kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ class SmallMPlan(NamedTuple):
 
     The rows of the weight are split evenly into ``sm_partitions`` partitions. With ``split_k`` > 1, K is split evenly
     too. Each multiprocessor computes one part of K for one partition, with one or more CTAs. The indices of these CTAs
-    in the grid are ``sm_partitions`` apart. Such CTAs normally run on the same multiprocessor, because the GPU normally
-    assigns CTAs to its multiprocessors in turn.
+    in the grid are ``sm_partitions`` apart. They normally run on the same multiprocessor, because the GPU normally assigns
+    CTAs to its multiprocessors round-robin.
     """
 
     sm_partitions: int  # partitions of the weight's rows
@@ -36,7 +33,7 @@ class SmallMPlan(NamedTuple):
     warps: int  # warps per CTA
     split_k: int  # number of parts of K; if K is split, a second launch adds up the partial sums
     ptx: str
-    dependent: bool = False  # programmatic dependent launch: the kernel may start before the previous kernel ends
+    dependent: bool = False  # programmatic dependent launch, where the kernel may start before the previous kernel ends
     registers: int | None = None  # maximum number of registers per thread; with None, ptxas decides
 
 
@@ -53,7 +50,7 @@ def plan(
         step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
         adapter: the layout of the LoRA adapter that the kernel adds.
     """
-    # With a small step, 128 bits would hold weights with two scales, and packed rows would be only 8-byte aligned.
+    # With a small step, a 128-bit load would cover weights with two scales, and packed rows would be only 8-byte aligned.
     if step < 32:
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
@@ -67,13 +64,13 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability, adapter
     )  # fmt: skip
-    # An older driver may run a dependent launch, but fail to capture the launch in a CUDA graph.
+    # An older driver might run a dependent launch, but fail to capture it in a CUDA graph.
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
     # A limit of 255 registers per thread makes the kernel faster. By itself, ptxas uses only 168 to 177 registers.
     # For 24 rows, 14336x4096, the kernel takes 25.6 us with the limit, and 33.4 us without it (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
-    # An adapter takes more registers. With this limit, all CTAs of a multiprocessor still fit on it.
+    # An adapter takes more registers. With this limit, ``ctas_per_sm`` CTAs still fit on a multiprocessor.
     if adapter is not None:
         registers = min(255, 2048 // (warps * config.ctas_per_sm))
     return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)

@@ -33,19 +33,18 @@ from . import byte_permutes
 from .byte_permutes import vector
 from .tuning import SmallMConfig
 
-# TABLE_BYTES: the size of 16 copies of the decoding table, which has 256 entries of 8 bytes.
-# Shared memory serves 16 lanes per cycle with 64-bit loads, so each of these 16 lanes gets its own copy of the table.
+# The size of 16 copies of the decoding table, which has 256 entries of 8 bytes. Shared memory serves 16 lanes per cycle
+# with 64-bit loads, so each of these 16 lanes gets its own copy of the table.
 TABLE_BYTES = 32768
-# SUM_BYTES: shared memory for partial sums.
-# The table, code2 and the partial sums together need less than 48 KiB. More shared memory would need an opt-in.
+# Shared memory for partial sums. With the table and code2, less than 48 KiB are used. More would need an opt-in.
 SUM_BYTES = 8192
-# SHARED_BYTES: shared memory for the partial sums and an adapter together.
-# This is the rest of 48 KiB after the table, code2 (1,024 bytes), and the codes and barriers (256 bytes).
+# Shared memory for the partial sums and an adapter together, which is the rest of 48 KiB after the table, code2 (1,024
+# bytes), and the codes and barriers (256 bytes).
 SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256
 
 
 class Dialect(NamedTuple):
-    """PTX differences between GPU generations."""
+    """The PTX instructions of one GPU generation."""
 
     mma_k: int  # K of one mma: 16, or 8 on sm_75, where two mma instructions replace one
     packed_convert: bool  # whether one instruction rounds two fp32 numbers and packs them
@@ -84,20 +83,20 @@ class AdapterLayout(NamedTuple):
 
     @property
     def fragments(self) -> int:
-        """Return how many mma operands 16 rows of B need: one per 16 columns, or two if B is fp32 (``Cta.split``)."""
+        """Return how many mma operands 16 rows of B need, which is one per 16 columns, or two if B is fp32 (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
         """Return how many bytes of shared memory the inner product s * x @ A.T needs.
 
-        With ``wide``, two 16-bit arrays are stored. Their sum is the inner product.
+        With ``wide``, the inner product is stored as the sum of two 16-bit arrays.
         """
         return 256 * n_tiles * self.fragments
 
     def sum_bytes(self, n_tiles: int) -> int:
-        """Return how many bytes of shared memory are left for the warps' partial sums, next to the inner product.
+        """Return how many bytes of shared memory the warps' partial sums can use next to the inner product.
 
-        The result is SUM_BYTES if that many bytes are left, else half of SUM_BYTES if that is left, else 0.
+        The result is SUM_BYTES, half of SUM_BYTES, or 0 if neither is left.
         """
         left = SHARED_BYTES - self.inner_bytes(n_tiles)
         return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
@@ -107,7 +106,7 @@ class AdapterLayout(NamedTuple):
 class Cta:
     """Generates the PTX of one CTA. The fields are constants of the PTX.
 
-    The docstring of a method says what the PTX does that the method emits.
+    The docstring of a method describes the PTX that the method emits.
     """
 
     config: SmallMConfig
@@ -116,8 +115,8 @@ class Cta:
     half: bool  # True for fp16, False for bf16
     offset: str  # dtype of the offset: f32, f16 or bf16; "" for a flat weight
     step: int  # elements of K that always share a scale: 64, 32, or 16 (with 64-bit loads only)
-    tail: bool  # K is not a multiple of 256
-    split_k: bool  # CTAs split K and write fp32 partial sums to out[split_k, M, N]
+    tail: bool  # whether K is not a multiple of 256
+    split_k: bool  # whether CTAs split K and write fp32 partial sums to out[split_k, M, N]
     bias: bool
     capability: tuple[int, int]
     adapter: AdapterLayout | None = None
@@ -128,7 +127,7 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # rows of the weight per lane
-        # Byte permutes are used with two tiles per warp, because they are faster. With one tile they are not faster.
+        # Byte permutes are faster with two tiles per warp, but not with one.
         # For 8 rows, 4096x14336, the kernel takes 18.2 us with byte permutes, and 20.1 without (H200, triton 3.6.0).
         # For 64 rows, 14336x4096, the kernel takes 39.2 us with byte permutes, and 42.3 without.
         self.permutes = self.dialect.hopper and self.tiles > 1
@@ -151,10 +150,9 @@ class Cta:
 
     def source(self) -> str:
         self.declare()
-        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k.
-        # It then saves 0.6 us at 1 to 8 rows (H200, triton 3.6.0).
-        # If it were used with two CTAs per multiprocessor, a call would take up to 14 us longer.
-        # If it were used with split_k, a call would take 0.2 us longer on three sizes of four.
+        # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k, where it saves
+        # 0.6 us at 1 to 8 rows (H200, triton 3.6.0). With two CTAs per multiprocessor, a call would take up to 14 us
+        # longer. With split_k, it would take 0.2 us longer for three of four sizes.
         if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
@@ -198,10 +196,7 @@ class Cta:
                 e(f".reg .f32 wide<{2 * fragments}>;")
 
     def partition(self) -> None:
-        """Compute which rows of the weight and which chunks of K this warp processes.
-
-        Also start to load code, code2 and offset.
-        """
+        """Compute which rows of the weight and which chunks of K this warp processes. Start to load code, code2 and offset."""
         e, rows = self.emit, 8 * self.rows * self.warps_n
         # g is lane / 4, and t is lane % 4.
         # A lane holds rows g and g + 8 of each tile of the weight, and row g of each tile of X.
@@ -236,7 +231,7 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """Start to load the packed words and scales of the first chunks. Also load X if X stays in registers."""
+        """Start to load the packed words and scales of the first chunks, and X if X stays in registers."""
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
@@ -256,8 +251,8 @@ class Cta:
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
 
-        An entry of the table holds two codes for one value of a byte: the code of the high nibble, then that of the low
-        nibble. The 16 lanes of a half warp write the same entry into the 16 copies of the table.
+        The entry for a value of a byte holds the code of the high nibble and then the code of the low nibble. The 16 lanes
+        of a half warp write the same entry into the 16 copies of the table.
         """
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
@@ -383,10 +378,7 @@ class Cta:
         e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
-        """Return the offsets i at which a thread loads code2: thread tid loads each entry tid + i.
-
-        There are no offsets for a flat weight, which has no code2.
-        """
+        """Return the offsets i for which thread tid loads entry tid + i of code2. A flat weight has no code2."""
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
@@ -503,8 +495,8 @@ class Cta:
 
         Two mbarriers replace bar.sync, so that a warp without an accumulator to add up need not wait for the other
         warps. Such a warp writes its partial sums, arrives at ``full`` and continues. Before a warp writes partial
-        sums, it waits at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows, 14336x4096,
-        take 18.9 us instead of 22.0 (H200).
+        sums, it waits at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows of X and a
+        14336x4096 weight take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -533,8 +525,8 @@ class Cta:
         A warp arrives at ``full`` after it wrote its partial sums, and at ``free`` after it read the sums to add up.
         """
         if self.dialect.wait:
-            # Every lane of a warp arrives at the barrier, although one arrival per warp would be enough.
-            # With one arrival per warp, the tool racecheck (2025.3.1) would report the other lanes' stores as races.
+            # One arrival per warp would be enough, but then the tool racecheck (2025.3.1) would report the other lanes'
+            # stores as races.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
@@ -545,7 +537,7 @@ class Cta:
         return "bar.sync 0;" if barrier == "free" else ""
 
     def compute_addresses(self) -> None:
-        """Compute the addresses of the next chunk to load. A warp loads the chunk of 8 * ``rows`` rows of the weight.
+        """Compute the addresses of the next chunk to load, from 8 * ``rows`` rows of the weight.
 
         Also set the predicate ``there``, which is false if no chunk is left to load.
         """
@@ -573,7 +565,7 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """Set the predicate ``name`` + b for each group b. It is true if this lane's words of group b are within K.
+        """For each group b, set the predicate ``name`` + b to whether this lane's words of the group are within K.
 
         Args:
             also: another predicate that has to be true, written as ", predicate".
@@ -594,7 +586,7 @@ class Cta:
         e = self.emit
         for i in range(self.scales):
             scaled = f"scaled{i // self.rows}"
-            if self.tail:  # a lane past K skips the loads below, so its registers are set to 0 first
+            if self.tail:  # first set the registers to 0, because a lane past K skips the loads below
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.offset:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @{scaled} ld.global.u8 q{k}_{i}, [d];")

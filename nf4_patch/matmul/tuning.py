@@ -1,4 +1,4 @@
-"""Tables that say for which sizes the fused matmul is used, and with which config."""
+"""Tables of the sizes for which the fused matmul is used, and of the config for each size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SmallMConfig(NamedTuple):
     tiles: int  # 16-row tiles of the weight per warp
     warps_n: int  # number of warps of a CTA along the rows of the weight, a power of two
     warps_k: int  # number of warps of a CTA along K, a power of two
-    # True loads 128 bits of the packed weight at a time, False 64 bits.
-    # Loads of 128 bits halve the L1 cycles for the weight, but double the L1 cycles for X.
+    # whether a load reads 128 bits of the packed weight instead of 64. Loads of 128 bits halve the L1 cycles for the
+    # weight, but double the L1 cycles for X
     load_128bit: bool
     ctas_per_sm: int
     prefetch_depth: int = 1  # number of chunks of K that a warp loads at the same time, each into its own registers
@@ -34,7 +34,7 @@ class SmallMConfig(NamedTuple):
 
 
 class SmallMRow(NamedTuple):
-    """A row of a table: a config, and the limits of the sizes for which the config is used."""
+    """A row of a table, with a config and the limits of the sizes for which the config is used."""
 
     capability: tuple[int, int]
     max_m: int  # most rows of X
@@ -43,11 +43,9 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster.
-# Each key is a number of rows. The minimum applies if X has more rows than the key.
-# MIN_ELEMENTS applies to every weight.
-# MIN_ELEMENTS_SHORT_STEP applies to weights that have a scale every 16 elements.
-# The measured times are in us, with 64 rows of X on an H200:
+# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster. Each minimum
+# applies if X has more rows than its key. MIN_ELEMENTS_SHORT_STEP is for weights that have a scale every 16 elements.
+# These times in us were measured with 64 rows of X on an H200:
 #   weight                fused   dequantize + matmul
 #   256x2048               8.9     6.9   below MIN_ELEMENTS
 #   1024x4096              8.8     9.8
@@ -55,11 +53,9 @@ class SmallMRow(NamedTuple):
 MIN_ELEMENTS = {16: 2**21}
 MIN_ELEMENTS_SHORT_STEP = {32: 2**24}
 
-# SMALL_M_ROWS is the table of configs. Each row holds capability, max_m, max_k, min_n and a config.
-# The arguments of a config are tiles, warps_n, warps_k, load_128bit and ctas_per_sm.
-# The first row whose limits fit the size is used. If no row fits, the caller dequantizes and multiplies.
-# Among rows with the same limits, the row that keeps the most multiprocessors busy is used.
-# If several of these rows keep equally many busy, the first of them is used.
+# Each row holds capability, max_m, max_k, min_n and a config, whose arguments are tiles, warps_n, warps_k, load_128bit and
+# ctas_per_sm. The first row whose limits fit the size is used. If no row fits, the caller dequantizes and multiplies.
+# Among rows with the same limits, the first row that keeps the most multiprocessors busy is used.
 #
 # The fused matmul takes these times per call in us, for M rows of X and weights [N, K].
 # They were measured in bf16 with a CUDA graph over weights that overflow the L2 cache (H200, torch 2.11, triton 3.6.0).
@@ -87,10 +83,9 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 )
 
 
-# SMALL_M_CANDIDATES are configs that were made for a T4, which supports fp16 only.
-# On a GPU without a row in the table above, choice.py measures these configs at the first use of a size.
-# A performance model (docs/notes) predicts how fast these configs are on a T4, compared with bitsandbytes.
-# They are 1.4 to 3.0 times as fast from 4 rows of X upwards, and not faster below 4 rows.
+# Configs for a T4, which supports fp16 only. On a GPU without a row in the table above, choice.py measures these configs
+# at the first use of a size. A performance model (docs/notes) predicts that on a T4 they are 1.4 to 3.0 times as fast as
+# bitsandbytes from 4 rows of X upwards, and not faster below 4 rows.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
     SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),

@@ -1,1 +1,1 @@
-"""The option ``experts="4bit"``: load, run, train and save mixtures of experts whose weights are packed in 4 bits."""
+"""The forward and backward of experts that are packed in 4 bits, for the option ``experts="4bit"``."""

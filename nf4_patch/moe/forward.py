@@ -1,9 +1,10 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-A row is one token at one of its ``top_k`` experts. Around the two grouped products, by gate_up_proj and down_proj, transformers
-reads and writes all rows about ten times. On a GPU, two kernels do this: one adds LoRA and applies the gate, and one applies the
-router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` knows the rows of every token, so the backward needs no
-scatter. On a CPU, and for generation, PyTorch operators run. Without LoRA, these are bit-identical to transformers.
+A row is one token at one of its ``top_k`` experts. Around the two grouped products, by gate_up_proj and down_proj,
+transformers reads and writes all rows about ten times. On a GPU, two kernels replace this. One adds LoRA and applies the
+gate. The other applies the router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` holds the rows of
+every token, so the backward needs no scatter. On a CPU, and for generation, PyTorch operators run. Without LoRA, their
+results are bit-identical to those of transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .read import PackedExperts
 
 ACTIVATIONS = MODULES["activation functions"], "torch.nn.modules.activation"
 GATES = ("SiLUActivation", "SiLU")
-# DEFAULTS: attributes that transformers' decorator sets on an experts module, with the value to use if one is missing.
-# Liger's class of experts has none of these attributes.
+# Attributes that transformers' decorator sets on an experts module, with the values for a class that lacks them, such as
+# Liger's.
 DEFAULTS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -38,7 +39,7 @@ def trait(module: Any, name: str) -> bool:
 
 
 def kernels_or_reference(gradient: Tensor) -> Any:
-    """Return the module that computes a backward: launch.py, or reference.py with PyTorch operators.
+    """Return the module that computes a backward, which is ``launch`` or, if PyTorch operators are needed, ``reference``.
 
     Compiled autograd, ``create_graph=True`` and batches of gradients (``is_grads_batched=True``) need PyTorch operators.
     """
@@ -48,7 +49,7 @@ def kernels_or_reference(gradient: Tensor) -> Any:
 
 
 class Saved(torch.autograd.Function):
-    """Saves a tensor for the backward of ``Combined`` in a node that runs long before it (see there)."""
+    """Saves a tensor for the backward of ``Combined`` in a node whose forward runs before the down projection."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -57,24 +58,27 @@ class Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[None, None]:
-        return None, None  # autograd runs this after the backward of ``Combined``, and then frees the saved tensor
+        return None, None  # after the backward of ``Combined``, so that autograd then frees the saved tensor
 
 
 class Order(NamedTuple):
-    """Order of the rows, sorted by expert. A row's slot, token * top_k + k, is its place before sorting and its router weight's index."""
+    """The order of the rows, sorted by expert.
 
-    expert_of: Tensor  # int16 [rows]: the expert of each row
-    slot_of: Tensor  # int64 [rows]: the slot of each row
-    row_of: Tensor  # int64 [tokens, top_k]: the row of each slot
-    ends: Tensor  # int32 [experts]: the index after the last row of each expert
-    # ``saved`` is the result of ``Saved``. This field keeps the result alive until the backward.
-    # PyTorch 2.11 frees the tensors that an autograd node saved as soon as the result of the node is freed.
+    A row's slot, token * top_k + k, is its index before sorting, and the index of its router weight.
+    """
+
+    expert_of: Tensor  # the expert of each row, int16 [rows]
+    slot_of: Tensor  # the slot of each row, int64 [rows]
+    row_of: Tensor  # the row of each slot, int64 [tokens, top_k]
+    ends: Tensor  # the index after the last row of each expert, int32 [experts]
+    # The result of ``Saved``, which has to live until the backward, because PyTorch 2.11 frees the tensors that an autograd
+    # node saved as soon as the node's result is freed.
     saved: Any = None
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
         """Sort the rows of ``ids``, int64 [tokens, top_k], by expert."""
-        # The ids are sorted as int16, because sorting int64 takes four times as many passes.
+        # Sort the ids as int16, because sorting int64 takes four times as many passes.
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
@@ -82,7 +86,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy that saves slot_of for the backward of ``Combined``, if one is ``needed``."""
+        """Return a copy that saves slot_of for the backward of ``Combined``, if that backward is ``needed``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -90,13 +94,13 @@ class Order(NamedTuple):
         return self.slot_of // self.row_of.shape[1]
 
 
-# The classes below save row indices with ``ctx.save_for_backward``, not as attributes of ``ctx``.
-# The recompute of a checkpoint may choose other experts than the forward. The backward needs the recompute's indices.
-# ``ctx.saved_tensors`` returns the recompute's indices. An attribute of ``ctx`` would still hold the forward's indices.
+# The classes below save row indices with ``ctx.save_for_backward``, not as attributes of ``ctx``. The recompute of a
+# checkpoint might choose other experts than the forward, and the backward needs the recompute's indices. An attribute of
+# ``ctx`` would still hold the forward's indices.
 
 
 class Gathered(torch.autograd.Function):
-    """Copy each token's hidden state to its rows: [tokens, hidden] to [rows, hidden]."""
+    """Copy each token's hidden state [tokens, hidden] to its rows [rows, hidden]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -111,9 +115,9 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner], whose halves gate and up are.
+    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner]. gate and up are the halves of this sum.
 
-    Only the sum is saved. It is a result so that autograd can differentiate the backward.
+    Only the sum is saved. The sum is also a result, so that autograd can differentiate the backward.
     """
 
     @staticmethod
@@ -137,11 +141,11 @@ class Gated(torch.autograd.Function):
 class Weighted(torch.autograd.Function):
     """Apply the router's weights in the backward of the down projection, instead of in the backward of ``Combined``.
 
-    The projection is linear, so the gradient of its input can be multiplied instead of the gradient of its output. Then the output
-    need not be saved, and the recompute of a checkpoint stops before the projection.
+    The projection is linear, so the weights can multiply the gradient of its input instead of the gradient of its output.
+    The output then need not be saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns two views of the input. The gradient of the first, for the frozen weight, is multiplied. That of LoRA's view
-    is not, because ``products`` has already applied the weights there.
+    The forward returns two views of the input. The weights multiply the gradient of the first view, which the frozen weight
+    uses. They do not multiply the gradient of LoRA's view, because ``products`` has already applied them there.
     """
 
     @staticmethod
@@ -159,10 +163,11 @@ class Weighted(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows. ``Weighted`` applies them to the gradient.
+    """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows.
 
-    A checkpoint's recompute ends at the last saved tensor. So ``Combined`` saves none itself, and the recompute ends before the down
-    projection. The backward reads slot_of from ``Saved``, whose result is the argument ``saved``, so that autograd frees the tensor.
+    ``Weighted`` applies the weights to the gradient. Under a checkpoint, ``Combined`` saves no tensor, because a recompute
+    ends at the last saved tensor, and should end before the down projection. The backward then reads slot_of from
+    ``Saved``, whose result is the argument ``saved``.
     """
 
     @staticmethod
@@ -170,8 +175,8 @@ class Combined(torch.autograd.Function):
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
-        # A checkpoint sets hooks on saved tensors. If no hooks are set, this node saves slot_of itself.
-        # Compiled autograd needs this, because it can read only the tensors that this node saved.
+        # Without a checkpoint's hooks on saved tensors, save slot_of in this node. Compiled autograd needs this, because it
+        # can read only the tensors that this node saved.
         if saved_tensors_hooks(True) is None or saved.grad_fn is None:
             ctx.save_for_backward(order.slot_of)
         return launch.combine(rows, order.row_of, dtype, weights, addend)
@@ -190,8 +195,8 @@ def products(
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. LoRA's product is multiplied by them here,
-            the frozen product in ``Combined``, and the gradient through it in ``Weighted``.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. They multiply LoRA's product here,
+            the frozen product in ``Combined``, and the gradient through the frozen product in ``Weighted``.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -200,7 +205,7 @@ def products(
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = grouped(inner, factors[1], order.ends).contiguous()
-    # The frozen product is computed last, so that the recompute of a checkpoint stops before it.
+    # Compute the frozen product last, so that the recompute of a checkpoint stops before it.
     y = weight.multiplied(x, order.ends).contiguous()
     if weight.bias is not None:
         y = summed(y, weight.bias[order.expert_of.long()])
@@ -216,9 +221,9 @@ def forward(
     Args:
         stacks: packed stacks by name. Other stacks are read from the module as dense weights.
         lora: factors of the active adapters, by the name of the stack.
-        whole: multiply all rows in grouped products. False: by a copy of each row's weight.
+        whole: True to multiply all rows in grouped products, False to multiply each row by a copy of its weight.
         hidden_states: [tokens, hidden], like the result.
-        top_k_index, top_k_weights: chosen experts and router's weights, [tokens, top_k].
+        top_k_index, top_k_weights: the chosen experts and the router's weights, [tokens, top_k].
     """
 
     def weight(name: str) -> ExpertWeight:
@@ -234,8 +239,8 @@ def forward(
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-# Both functions below read the weight of the second product only after the first product, as transformers does.
-# So the dense copy of the second weight takes memory for a shorter time.
+# Both functions below read the weight of the second product only after the first product, as transformers does, so that
+# its dense copy takes memory for a shorter time.
 
 
 def by_kernels(
@@ -248,15 +253,15 @@ def by_kernels(
         if is_silu_and_mul(module)
         else lambda y, addend: gated(module, summed(y, addend))
     )
-    # No variable holds the two products, so their memory is freed as soon as ``gate`` has added them.
+    # Hold the two products in no variable, so that their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
     has_norm = trait(module, "has_post_expert_norm")
     trained = y, weights, *down.trained(), *(module.post_expert_norm.parameters() if has_norm else ())
     order = order.for_backward(torch.is_grad_enabled() and any(each.requires_grad for each in trained))
-    # With a bias or a norm, the down projection is not linear. If its weight is trained, the gradient of the weight
-    # needs the router's weights too. In both cases ``Weighted`` is applied to the projection's output, so that the
-    # gradient of the output, not of the input, is multiplied by the router's weights.
+    # With a bias or a norm, the down projection is not linear. If its weight is trained, the gradient of the weight needs
+    # the router's weights too. In both cases, ``Weighted`` is applied to the projection's output, so that the router's
+    # weights multiply the gradient of the output, not of the input.
     if down.bias is not None or has_norm or down.is_trained():
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
@@ -284,7 +289,7 @@ def in_pytorch(
 
 
 def gated(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's gate and activation: [rows, 2 * inner] to [rows, inner]."""
+    """Apply the module's gate and activation to [rows, 2 * inner]. Return [rows, inner]."""
     if hasattr(module, "_apply_gate"):
         result: Tensor = module._apply_gate(rows) if trait(module, "has_gate") else module.act_fn(rows)
         return result
@@ -293,16 +298,13 @@ def gated(module: Any, rows: Tensor) -> Tensor:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's norm to the second product, if the module has a norm."""
+    """Apply the module's norm, if it has one, to the second product."""
     result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the module's gate is silu(gate) * up, which the kernels of ``Gated`` compute.
-
-    The first half of the columns has to be gate, and the second half has to be up.
-    """
+    """Return whether the module computes silu(gate) * up, as the kernels of ``Gated`` do, with gate as the first half."""
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
     gate, library = getattr(module._apply_gate, "__func__", None), sys.modules[EXPERTS]

@@ -1,7 +1,8 @@
 """Triton kernels that run between the grouped products of a mixture of experts. reference.py defines the results.
 
-Each token has TOP_K rows, sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, an index into the router's
-weights. All sums are in fp32 and in a fixed order. Triton's interpreter cannot run tl.sum and tl.sigmoid, so they are not used.
+Each token has TOP_K rows. All rows are sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, which is
+an index into the router's weights. All sums are in fp32 and in a fixed order. tl.sum and tl.sigmoid are not used, because
+Triton's interpreter cannot run them.
 """
 
 import triton
@@ -18,10 +19,10 @@ def combine_kernel(
     rows, addend, weights, row_of, out, width,
     TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k].
+    """Compute out[token], the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k].
 
-    rows, addend: [tokens * TOP_K, width]. Without ADDEND, nothing is added. weights: [tokens, TOP_K]. Without WEIGHTS, all are 1.
-    row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
+    rows, addend: [tokens * TOP_K, width]. Without ADDEND, nothing is added. weights: [tokens, TOP_K]. Without WEIGHTS, all
+    weights are 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,10 +44,11 @@ def weigh_kernel(
     gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
     ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND, where slot = slot_of[row].
+    """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND, where slot = slot_of[row].
 
-    If WEIGHTS_GRADIENT, weights_gradient[slot] is the dot product of gradient[row] and rows[row]. gradient, addend, rows, out:
-    [n, width]. weights, weights_gradient: [n], by slot. slot_of: int64 [n]. A program computes one row.
+    If WEIGHTS_GRADIENT, weights_gradient[slot] is the dot product of gradient[row] and rows[row]. A program computes one row.
+
+    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], indexed by slot. slot_of: int64 [n].
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -69,7 +71,7 @@ def weigh_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(gate) * up. gate and up are the halves of the columns of ``rows``, or if ADDEND of total = rows + addend.
+    """Compute out = silu(gate) * up, where gate and up are the column halves of rows or, if ADDEND, of total = rows + addend.
 
     rows, addend, total: [n, 2 * width]. out: [n, width]. A program computes BLOCK columns of one row.
     """
@@ -89,7 +91,7 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """out = the gradient with respect to ``rows``, given ``gradient`` with respect to silu(gate) * up.
+    """Compute out, the gradient with respect to ``rows``, given the gradient with respect to silu(gate) * up.
 
     gradient: [n, width]. rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
     """

@@ -1,4 +1,4 @@
-"""Launch the kernels of kernels.py, which explains row and slot. All tensors are on one device, and arguments are not written to."""
+"""Launch the kernels of kernels.py, which defines row and slot. All tensors are on one device. Arguments are not written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..nf4.runtime import empty, ready, triton
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # A program computes at most this many columns at a time.
+BLOCK = 1024  # a program computes at most this many columns at a time
 
 
 def supports(tensor: Tensor) -> bool:
@@ -27,7 +27,7 @@ def supports(tensor: Tensor) -> bool:
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """Launch a kernel on all rows: one program per row, or with ``by_block`` per row and block of columns."""
+    """Launch a kernel with one program per row or, with ``by_block``, per row and block of columns."""
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = rows, -(-width // block) if by_block else 1, 1
     kind = *(tensor.dtype for tensor in tensors), width % 16 == 0
@@ -38,12 +38,13 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Multiply each row by its router weight, add the addend, and sum each token's rows in fp32. Return [tokens, width] in ``dtype``.
+    """Multiply each row by its router weight, add the addend, and sum each token's rows in fp32.
 
     Args:
         rows, addend: [tokens * top_k, width], of the same dtype.
         row_of: int64 [tokens, top_k], the indices of each token's rows.
-        weights: [tokens, top_k]. None: all 1.
+        dtype: the dtype of the result, [tokens, width].
+        weights: the router's weights, [tokens, top_k]. None means that all are 1.
     """
     tokens, top_k = row_of.shape
     out = empty(rows, tokens, rows.shape[1], dtype=dtype)
@@ -63,7 +64,8 @@ def weigh(
         slot_of: int64 [tokens * top_k], the index of each row's weight in the flattened ``weights`` [tokens, top_k].
 
     Returns:
-        The result, and with ``of_weights`` the gradient of the router's weights: the dot products of ``gradient`` and ``rows``.
+        The sum and, with ``of_weights``, the gradient of the router's weights, which is the dot product of ``gradient`` and
+        ``rows`` for each row.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -73,7 +75,7 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width], whose halves gate and up are.
+    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width]. gate and up are the halves of this sum.
 
     Without ``addend``, the sum is ``rows`` itself, not a copy.
     """

@@ -1,4 +1,4 @@
-"""The option ``experts="4bit"``: load and train mixtures of experts with the experts in 4 bits."""
+"""The option ``experts="4bit"``, which loads and trains mixtures of experts with the experts in 4 bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Matrix products with a stack of experts [experts, ...], packed or dense, with or without LoRA.
 
-A grouped product multiplies the rows of each expert by its weight W. LoRA is computed as x·W + (x·left)·right, so that W never
-changes. Without gradient checkpointing, the packed stack is saved for the backward, not the dense one.
+A grouped product multiplies the rows of each expert by its weight W. LoRA is computed as x·W + (x·left)·right, so that W
+does not change. Without gradient checkpointing, the packed stack is saved for the backward, not the dense stack.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..patching.context import backward_in_progress, is_compiling, saved_tensors
 from ..patching.targets import MODULES
 from .read import PackedExperts
 
-EXPERTS = MODULES["experts"]  # the library's Python module with its products
-# Lora is a pair (left, right). LoRA adds the product left @ right to a stack.
+EXPERTS = MODULES["experts"]  # the library's Python module that computes the products
+# A pair (left, right). LoRA adds the product left @ right to a stack.
 # For a stack [experts, in, out], left is [experts, in, rank] and right is [experts, rank, out].
 # For a stack [experts, out, in], left is [experts, out, rank] and right is [experts, rank, in].
 Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """Tensors of a packed stack, kept from the forward to the backward, which so decodes the same bytes."""
+    """The tensors of a packed stack, kept for the backward, so that it decodes the same bytes as the forward."""
 
     def __init__(self, stack: PackedExperts):
         state = copy.copy(stack.state)
@@ -43,7 +43,8 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: its memory was freed or written to since the forward. In compiled code only autograd notices a write.
+            RuntimeError: the stack's memory was freed or written to since the forward. In compiled code, only autograd
+                notices a write.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -67,21 +68,21 @@ class SavedExperts:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Grouped product with a packed stack that is not trained. The backward decodes it again."""
+    """Grouped product with a packed stack that is not trained. The backward decodes the stack again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
-        # Save the packed tensors for one reason: autograd then checks that no code writes into them before the backward.
-        # If there are hooks on saved tensors, save none, because hooks copy tensors, and autograd does not check copies.
+        # Save the packed tensors so that autograd checks that no code writes into them before the backward. If there are
+        # hooks on saved tensors, save none, because hooks copy tensors, and autograd does not check copies.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ends, *_ = ctx.saved_tensors  # Autograd raises an error here if a saved tensor was changed in place.
+        ends, *_ = ctx.saved_tensors  # raises an error if a saved tensor was changed in place
         weight = ctx.kept.dense()
         return grouped(gradient, weight.mT if ctx.is_transposed else weight, ends), None, None
 
@@ -97,15 +98,15 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    """Return y + addend in the dtype of y, as a new tensor: selective checkpointing might have saved y for the recompute."""
+    """Return y + addend in the dtype of y, without writing into y, which selective checkpointing might have saved."""
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether autograd saves tensors inside a checkpoint, in its forward or recompute, which soon frees them.
+    """Return whether tensors that autograd saves now are freed soon, because a checkpoint's forward or recompute runs.
 
-    PyTorch calls only the innermost hooks on saved tensors. If these are not a checkpoint's but, for example, those of
-    ``save_on_cpu``, they keep the tensors, so the result is False.
+    PyTorch calls only the innermost hooks on saved tensors. If these belong to ``save_on_cpu``, for example, they keep the
+    tensors, so the result is False.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -114,7 +115,7 @@ def frees_saved_tensors() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether to save the packed stack for the backward. Under checkpointing, the recompute saves the dense one, decoded anyway."""
+    """Return whether to save the packed stack for the backward. A checkpoint's recompute saves the dense stack instead."""
     return torch.is_grad_enabled() and transforms_active() is None and not frees_saved_tensors()
 
 
@@ -122,7 +123,7 @@ class ExpertWeight(NamedTuple):
     """A stack of experts, packed or dense, with its LoRA factors and bias."""
 
     stack: PackedExperts | Tensor
-    is_transposed: bool  # True if the stack is [experts, in, out], as in gpt-oss. False if it is [experts, out, in].
+    is_transposed: bool  # True if the stack is [experts, in, out], as in gpt-oss; False if it is [experts, out, in]
     lora: Lora | None = None
     bias: Tensor | None = None  # [experts, out]
 
@@ -131,7 +132,7 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def is_trained(self) -> bool:
-        """Return whether the weight itself gets a gradient. A packed weight never does."""
+        """Return whether the weight itself gets a gradient, which a packed weight never does."""
         return isinstance(self.stack, Tensor) and self.stack.requires_grad
 
     def trained(self) -> list[Tensor]:
@@ -140,12 +141,12 @@ class ExpertWeight(NamedTuple):
         return [each for each in tensors if isinstance(each, Tensor)]
 
     def frozen(self) -> Tensor:
-        """Return the dense weight without LoRA, [experts, in, out]. Never write to it, because it might be cached."""
+        """Return the dense weight without LoRA, [experts, in, out]. Do not write to the result, because it might be cached."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply like ``grouped``, but without LoRA."""
+        """Return the grouped product of x [rows, in] with the weight, without LoRA and bias."""
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
@@ -159,7 +160,7 @@ class ExpertWeight(NamedTuple):
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x [rows, in] by its expert's weight, with LoRA and bias. Only the experts in ``experts`` are decoded.
+        """Multiply each row of x [rows, in] by its expert's weight, with LoRA and bias. Decode only these experts.
 
         Args:
             experts: int64 [rows], the expert of each row.

@@ -1,6 +1,6 @@
-"""A stack of experts as packed bytes.
+"""Read a packed stack of experts.
 
-A packed stack holds one weight, such as down_proj, of every expert of a layer in 4 bits. Code that reads the packed bytes
+A packed stack holds one weight, such as down_proj, of all experts in a layer, in 4 bits. Code that reads the packed bytes
 can decode only the experts that it needs, or keep the stack packed.
 """
 
@@ -26,17 +26,18 @@ FUNCTIONS = MODULES["4-bit functions"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """A packed stack: its bytes, its QuantState, and the Dequantizer that decodes and counts."""
+    """The bytes and the QuantState of a packed stack, with the Dequantizer that decodes it and counts."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
-    only_read: bool = False  # True if no caller writes into the dense stack. ``dense`` may then return a cached one.
-    decode: Callable[[Tensor, Any], Tensor] | None = None  # decodes all experts without the kernel; None: the library's
+    only_read: bool = False  # whether no caller writes into the dense stack, so that ``dense`` may return a cached one
+    # decodes all experts without the kernel; None stands for bitsandbytes' dequantize_4bit
+    decode: Callable[[Tensor, Any], Tensor] | None = None
 
     def dense(self) -> Tensor:
         """Decode all experts, [experts, ...]. Do not write into the result, because it might be cached."""
-        with torch.no_grad():  # bitsandbytes' parametrization passes no gradient to the packed weight either.
+        with torch.no_grad():  # as in bitsandbytes' parametrization, the packed weight gets no gradient
             if switch.on and not is_compiling():
                 own = self.dequantizer
                 result = own.fallbacks.attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
@@ -47,14 +48,14 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode the experts ``ids``, int64 [n]. transformers indexes dense stacks in the same way."""
+        """Decode the experts with the indices ``ids``, int64 [n]. transformers indexes a dense stack in the same way."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Return a packed stack [n, ...] of the experts ``ids``, int64 [n], or a Reason if bytes of single experts cannot be copied."""
+        """Return a packed stack of the experts with the indices ``ids``, int64 [n], or a Reason if they cannot be separated."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         state, second, kind = self.state, self.state.state2, type(self.state)
@@ -72,11 +73,11 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer, decode=self.decode)
 
     def has_whole_experts(self) -> bool:
-        """Return whether each expert is whole bytes and whole blocks, if nested also whole second-level blocks."""
+        """Return whether each expert consists of whole bytes, whole blocks and, if nested, whole second-level blocks."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(
-            # The next line is false if the storage dtype is not uint8, and if ``packed`` is only a shard of the stack.
+            # This line is false if the storage dtype is not uint8, or if ``packed`` is only a shard of the stack.
             2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0

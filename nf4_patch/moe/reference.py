@@ -1,4 +1,4 @@
-"""The kernels of kernels.py in plain PyTorch, with the arguments of launch.py. Computes in fp32, and rounds each result once."""
+"""The functions of launch.py in plain PyTorch. They compute in fp32 and round each result once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weigh(
 ) -> tuple[Tensor, Tensor | None]:
     found = gradient.float() * weights.flatten()[slot_of].float()[:, None]
     found = found if addend is None else found + addend.float()
-    # No write into a tensor, because a gradient may be a batch of gradients.
+    # Do not write into a tensor, because ``gradient`` might be a batch of gradients.
     products = (gradient.float() * rows.float()).sum(dim=1).index_select(0, slot_of.argsort())
     return found.to(gradient.dtype), products.view(weights.shape).to(weights.dtype) if of_weights else None
 

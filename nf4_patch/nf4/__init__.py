@@ -1,1 +1,1 @@
-"""The arithmetic of 4-bit weights, with torch and triton. It knows no patched library, no environment variable and no file."""
+"""The arithmetic of 4-bit weights, with torch and triton. No patched library, environment variable or file is read here."""

@@ -20,7 +20,7 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the 16 code values as fp32, whatever PyTorch's default dtype is, which affects bitsandbytes' ``get_4bit_type``.
+    """Return the 16 code values in fp32. bitsandbytes' ``get_4bit_type`` would use PyTorch's default dtype instead.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
@@ -28,7 +28,7 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     values = CODES[quant_type]
     code = torch.empty(len(values), dtype=torch.float32, device=device)
     for index, value in enumerate(values):
-        code[index].fill_(value)  # A copy from the host would break a CUDA graph capture, so fill one by one.
+        code[index].fill_(value)  # not a copy from the host, which would break a CUDA graph capture
     return code
 
 
@@ -40,21 +40,20 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: GRAPH_CAPTURE, if a device's first use is in a capture, whose memory pool might be freed.
+        KernelUnavailable: the first use is inside a CUDA graph capture (GRAPH_CAPTURE), whose memory pool might be freed.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
-        # Upload the values in a new thread, which starts on the default stream and without inference mode.
-        # While torch.compile warms up a CUDA graph, the current thread allocates from the private pool of the graph.
-        # A new thread does not allocate from the pool of the graph.
+        # Upload the values in a new thread, which uses the default stream and has no inference mode. While torch.compile
+        # warms up a CUDA graph, the current thread would allocate from the private pool of the graph.
         with ThreadPoolExecutor(1) as thread:
             uploaded = thread.submit(uploaded_code, quant_type, device).result()
-        code = _remembered.setdefault((quant_type, device), uploaded)  # another thread may have been first
+        code = _remembered.setdefault((quant_type, device), uploaded)  # another thread might have been first
     return code
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Copy the code values to a device, synchronously, so that any CUDA stream may read them."""
+    """Copy the code values to a device. The copy is synchronous, so any CUDA stream may read the result."""
     return code_of(quant_type, torch.device("cpu")).to(device)

@@ -46,27 +46,24 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        It calls the launcher ``run`` directly, where Triton's ``kernel[grid](...)`` ends too (Triton 3.2 and newer), but after looking up
-        the compiled kernel again, which is most of its 17 us (H200 machine, Triton 3.6.0).
+        The entry calls the kernel's launcher ``run`` directly. Triton's ``kernel[grid](...)`` calls it too (Triton 3.2 and
+        newer), but first looks up the compiled kernel, which takes most of its 17 us (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        values = values if TRITON_RELEASE >= (3, 3) else ()  # The launcher of Triton 3.2 accepts no constexprs.
+        values = values if TRITON_RELEASE >= (3, 3) else ()  # the launcher of Triton 3.2 accepts no constexprs
         if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
             flags = run.launch_cooperative_grid, run.launch_pdl
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
-        """Launch the kernel with its addresses and numbers, without constexprs.
-
-        ``Launch`` and ``MatmulLaunch`` repeat this body, to save a Python call.
-        """
+        """Launch the kernel. ``Launch`` and ``MatmulLaunch`` repeat this body, to save a Python call."""
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
-# All device queries use the names below, so that tests can run on the CPU: tests/support/quick_interpreter.py replaces
-# these names and ``compile_kernel`` before any other module imports the names.
+# All device queries use the names below, so that tests can run on the CPU. tests/support/quick_interpreter.py replaces
+# these names and ``compile_kernel`` before other modules import them.
 DEVICE = "cuda"  # the device type that the kernels run on
 WORD = 4  # The address of the packed bytes must be a multiple of this number.
 on_device: Any = torch.cuda.device
@@ -83,7 +80,7 @@ memory_allocated: Callable[[int], int] = torch.cuda.memory_allocated
 memory_reserved: Callable[[int], int] = torch.cuda.memory_reserved
 mem_get_info: Callable[[int], tuple[int, int]] = torch.cuda.mem_get_info
 empty_cache: Callable[[], None] = torch.cuda.empty_cache
-# what set_per_process_memory_fraction set. Only PyTorch >= 2.8 can tell.
+# The value that set_per_process_memory_fraction set. PyTorch before 2.8 cannot return it, so 1 is assumed there.
 memory_fraction: Callable[[int], float] = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
 
 
@@ -113,7 +110,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if it is not contiguous and 16-byte aligned."""
+    """Return the tensor if it is contiguous and 16-byte aligned, and otherwise a copy that is."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -128,16 +125,15 @@ def runs_on(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's storage is large enough for it. Sharding and offloading shrink storages."""
+    """Return whether the tensor's storage holds all its elements. Sharding and offloading shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and of the byte after its last
+Span = tuple[int, int]  # the address of a tensor's first byte, and the address after its last byte
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """Return the addresses of a tensor's first byte and behind its last byte."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -146,7 +142,7 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Return the different address ranges of the tensors, which might overlap."""
+    """Return the address ranges of the tensors without duplicates. Two ranges might still overlap."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
@@ -171,7 +167,7 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a flat bool tensor: equal bits per element. Zeros of different sign differ. Any two NaNs are equal."""
+    """Return a flat bool tensor that is True where the bits are equal. Zeros of different sign differ. Any two NaNs are equal."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -191,7 +187,7 @@ def driver_version() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. Triton raises a plain RuntimeError for that, so messages are checked too."""
+    """Return whether the error means that memory ran out. Triton raises a plain RuntimeError, so check its message."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )
@@ -201,11 +197,11 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, calling ``build`` at the first use. An error is stored too and raised again, unless it might not recur.
+    """Return ``built[key]``, which ``build`` makes at the first use. Store an error too and raise it again, if it is permanent.
 
     Raises:
-        KernelUnavailable: ``build`` failed (stored), or a CUDA graph is being captured (not stored).
-        torch.cuda.OutOfMemoryError, MemoryError: not stored.
+        KernelUnavailable: ``build`` failed, which is stored, or a CUDA graph is being captured, which is not stored.
+        torch.cuda.OutOfMemoryError, MemoryError: memory ran out, which is not stored.
     """
     if key not in built:
         if is_capturing():
@@ -224,7 +220,7 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                     built[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     found = built[key]
     if isinstance(found, KernelUnavailable):
-        # Do not raise ``found`` itself: its traceback would keep the frames of every call, and their weights, alive.
+        # Do not raise ``found`` itself, because its traceback would keep the frames of every call, and their weights, alive.
         raise KernelUnavailable(str(found), found.reason)
     return found
 
@@ -238,7 +234,7 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
     """Compile a kernel without launching it, and return Triton's CompiledKernel.
 
     Args:
-        arguments: samples, whose types the kernel is compiled for.
+        arguments: sample arguments. The kernel is compiled for their types.
         values: the constexprs by name.
 
     Raises:
@@ -257,15 +253,15 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
     """Return a kernel's KernelEntry, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
 
     Args:
-        arguments: samples, of the same types for the same ``kind``.
+        arguments: sample arguments, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
-        kind: all else that the code depends on: the device, dtypes, and which sizes are multiples of 16.
-        options: of Triton's compiler. With ``launch_pdl`` the kernel might start before the previous one ends, and must wait for its
-            results itself (Triton >= 3.6, sm_90).
+        kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of 16.
+        options: options of Triton's compiler. With ``launch_pdl``, the kernel might start before the previous kernel ends,
+            and must itself wait for its results (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
-        # Triton compiles an integer argument 1 as a constexpr. A 2 in its place gives a kernel for all integers.
+        # Triton would compile an integer argument 1 as a constexpr. With a 2 instead, the kernel works for all integers.
         sample = tuple(2 if type(value) is int and value == 1 else value for value in arguments)
         result = compile_kernel(kernel, sample, values, **{"num_stages": 1, **options})
         return KernelEntry.of(result, tuple(values.values()))
@@ -280,8 +276,8 @@ def launch(
     """Launch a kernel on the current stream, compiling it at its first use; see ``compiled``.
 
     Args:
-        grid: None compiles without launching.
-        arguments: contiguous, 16-byte aligned tensors, and numbers. The first is a tensor, on whose device the kernel runs.
+        grid: the grid, or None to compile without launching.
+        arguments: contiguous, 16-byte aligned tensors, and numbers. The kernel runs on the device of the first argument.
 
     Raises:
         KernelUnavailable: the kernel cannot be compiled, or its first use is inside a CUDA graph capture.

@@ -1,4 +1,4 @@
-"""Recognize the function with which a decoder layer of transformers checkpoints its activations."""
+"""Recognize the function that checkpoints the activations of a transformers decoder layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OTHERS = [library.checkpoint for library in LIBRARIES if library.checkpoint]  # 
 MODELS = MODULES["models"]
 CHECKPOINTS = ("torch.utils.checkpoint", "checkpoint"), *OTHERS
 OFFLOADING = {module for module, _ in OTHERS}
-# Options that do not change what the layer computes, and their harmless values. A check of the recompute can only raise an
-# error, and its early end only saves time. A checkpoint with other options, such as ``context_fn``, is not recognized.
+# Values of options that do not change the layer's result. ``determinism_check`` can only raise an error, and ``early_stop``
+# only saves time. A checkpoint with other options, such as ``context_fn``, is not recognized.
 HARMLESS = {"determinism_check": ("default", "none"), "early_stop": (True, False)}
 
-# The methods of transformers that define the function of its option ``offload``: up to 5.17, and in newer releases
+# transformers' option ``offload`` uses a local function of one of these methods: the first in 5.17, the second since then.
 ON_HOST = (
     "PreTrainedModel.gradient_checkpointing_enable",
     "PreTrainedModel._activation_checkpointing_enable",
@@ -28,16 +28,16 @@ ON_HOST = (
 
 
 class Checkpoint(NamedTuple):
-    """How a layer is checkpointed."""
+    """The properties of a layer's checkpoint function."""
 
     reentrant: bool
-    offloads: bool  # whether the layer's input waits for the backward in host memory, as with Unsloth's "unsloth"
+    offloads: bool  # whether the checkpoint keeps the layer's input in host memory, as Unsloth's "unsloth" mode does
     preserves_rng: bool = True  # whether the recompute draws the same random numbers
     saves_on_host: bool = False  # whether transformers' option ``offload`` keeps the layer's input in host memory
 
 
 def checkpoint_of(function: Any) -> Checkpoint | None:
-    """Return how a checkpoint function works. Return None if it is neither PyTorch's nor Unsloth's, or has other options."""
+    """Return the properties of a checkpoint function, or None if it is not PyTorch's or Unsloth's or has unknown options."""
     function = function if type(function) is partial else partial(function)
     inner, options = function.func, dict(function.keywords)
     if function.args or any(options.pop(name, values[0]) not in values for name, values in HARMLESS.items()):
@@ -46,7 +46,7 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
     if options:
         return None
     name = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
-    # A wrapper made by functools.wraps has the name of the function that it wraps. PyTorch's and Unsloth's are such wrappers too.
+    # Any wrapper made by functools.wraps has the name of the function that it wraps, so check where its code is defined.
     module = getattr(inner, "__globals__", {}).get("__name__")
     if name in CHECKPOINTS and module in ("torch._compile", name[0]):
         # PyTorch takes None as True.
@@ -63,7 +63,7 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
 
 
 def is_offloading(function: Any) -> bool:
-    """Return whether this is the checkpoint function of transformers' option ``offload``, a local function since 5.17."""
+    """Return whether ``function`` is the checkpoint function of transformers' option ``offload``."""
     models = sys.modules.get(MODELS)
     method = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
     return method in ON_HOST and models is not None and function.__globals__ is vars(models)
@@ -77,7 +77,7 @@ def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
 
 
 def is_setting(function: Any) -> bool:
-    """Return whether a wrapper (ms-swift has one) only sets ``use_reentrant``, by comparing its code with ``setting``'s."""
+    """Return whether ``function`` has the code of ``setting``'s wrapper, which only sets ``use_reentrant`` (as in ms-swift)."""
     code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
     if code is None or attributes_of_code(code) != attributes_of_code(ours):
         return False

@@ -11,20 +11,20 @@ from torch.overrides import _get_current_function_mode_stack
 from .reasons import Reason
 from .targets import MODULES
 
-# is_compiling returns whether Dynamo traces. torch.export(strict=False) does not use Dynamo, so is_compiling returns
-# False during such an export. Callers recognize the export by its dispatch mode.
+# Whether Dynamo traces. torch.export(strict=False) does not use Dynamo, so callers recognize such an export by its
+# dispatch mode instead.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
-# function_modes returns the number of active TorchFunctionModes. torch.set_default_device activates such a mode too.
+# The number of active TorchFunctionModes. torch.set_default_device activates such a mode too.
 function_modes = torch._C._len_torch_function_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
 # Inside ``with plain_methods()`` PyTorch does not call Params4bit's __torch_function__. That call would add 1.4 us to
 # each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
-# saved_tensors_hooks returns the innermost saved-tensor hooks, or None if there are none. PyTorch before 2.8 cannot
-# tell. The function used there always returns True, so callers assume that there are hooks.
+# The innermost saved-tensor hooks, or None if there are none. PyTorch before 2.8 cannot tell, so True is returned there,
+# and callers assume that there are hooks.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
@@ -38,8 +38,8 @@ own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ 
 def returns_tensors(cls: type) -> bool:
     """Return whether PyTorch's operators return plain tensors for inputs of this class.
 
-    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit. For a class with its own ``__torch_dispatch__`` or
-    ``__torch_function__`` they may not.
+    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit, but might not for a class with its own
+    ``__torch_dispatch__`` or ``__torch_function__``.
     """
     if cls is torch.Tensor:
         return True
@@ -52,21 +52,21 @@ def returns_tensors(cls: type) -> bool:
 def function_mode_active() -> bool:
     """Return whether a TorchFunctionMode of the user or of another library is active.
 
-    PyTorch's own modes do not count. They set the default device or record a graph, which does not conflict with
+    PyTorch's own modes do not count, because they set the default device or record a graph, and both work with
     nf4_patch's custom op. Dynamo can trace this function.
     """
     return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is batched by vmap, as with ``is_grads_batched``."""
+    """Return whether ``tensor`` is batched by vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
     return bool(torch._C._dispatch_keys(tensor).has(batched))
 
 
 def watched(gradient: torch.Tensor | None = None) -> Reason | None:
-    """Return the Reason why every operation of this eager call must be visible to PyTorch, or None.
+    """Return the Reason why PyTorch has to see every operation of this eager call, or None.
 
-    Transforms and traces come first, because a call cannot ignore them. A recompute may ignore modes.
+    Transforms and traces are checked first, because no call may ignore them, while a recompute may ignore modes.
 
     Args:
         gradient: the gradient that a backward received.
@@ -83,7 +83,7 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
 
 
 def watched_trace() -> Reason | None:
-    """Answer like ``watched``, while Dynamo traces. Dynamo can trace this function."""
+    """Return the same as ``watched``, for a call that Dynamo traces. Dynamo can trace this function."""
     if function_modes() and function_mode_active():
         return Reason.FUNCTION_MODE
     return Reason.EXPORTING if is_exporting() else None
@@ -92,8 +92,8 @@ def watched_trace() -> Reason | None:
 class PlainFunction(torch.autograd.Function):
     """Base class of autograd functions that are never called under functorch transforms.
 
-    In each call, ``torch.autograd.Function.apply`` runs Python code that functorch transforms need. ``apply`` of this
-    class skips that code, which saves 4 of 9 us (2-core CPU machine).
+    Its ``apply`` skips the Python code that ``torch.autograd.Function.apply`` runs for functorch transforms. This saves
+    4 of 9 us per call (2-core CPU machine).
     """
 
     @classmethod
@@ -104,8 +104,8 @@ class PlainFunction(torch.autograd.Function):
 def is_exporting() -> bool:
     """Return whether torch.export is active.
 
-    This function replaces ``torch.compiler.is_exporting()``. Dynamo in PyTorch 2.11 treats that function as True in
-    every graph that it traces, also when it traces for torch.compile.
+    ``torch.compiler.is_exporting()`` is not used, because Dynamo in PyTorch 2.11 treats that function as True in every
+    trace, even for torch.compile.
     """
     return torch.compiler._is_exporting_flag
 
@@ -115,8 +115,7 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
     def is_exporting() -> bool:
         """Return whether torch.export is active.
 
-        This version is for PyTorch 2.6 and 2.7, which set no flag while Dynamo traces for an export. So the function
-        reads ``export`` from Dynamo's current tracer.
+        PyTorch 2.6 and 2.7 set no flag while Dynamo traces for an export, so read ``export`` from Dynamo's current tracer.
         """
         if getattr(torch.compiler, "_is_exporting_flag", torch.compiler._is_compiling_flag):
             return True
@@ -129,14 +128,13 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
-    """Tell Dynamo to compile neither a function nor anything that it calls, if the function's caller runs eagerly.
+    """Keep Dynamo from compiling ``function`` and the functions that it calls, when an eager caller calls it.
 
-    If Dynamo compiles the caller, it still traces the function as part of the caller.
+    A caller that Dynamo compiles still includes the function in its own graph.
 
-    This function is for GPUs below sm_80, such as the T4, where Inductor does not compile frames that use bf16. Such a
-    frame runs eagerly, and Dynamo would then compile each function that the frame calls. ``torch._dynamo.disable`` also
-    prevents this, but wraps the function, which makes each call slower. PyTorch 2.6 has nothing faster, so with PyTorch
-    2.6 this function does nothing.
+    This matters on GPUs below sm_80, such as the T4, where Inductor does not compile frames that use bf16. Such a frame
+    runs eagerly, and Dynamo would compile each function that the frame calls. ``torch._dynamo.disable`` also prevents
+    this, but makes each call slower by wrapping the function. PyTorch 2.6 has only that way, so nothing is done there.
     """
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
@@ -145,6 +143,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast is on with a dtype other than that of ``A``. The original matmul then casts ``A``."""
+    """Return whether autocast is on with another dtype than that of ``A``, so that the original matmul casts ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

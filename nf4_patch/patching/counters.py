@@ -1,4 +1,4 @@
-"""Count calls per target (a replaced library function): hits, and fallbacks by their Reason."""
+"""Count the hits of each target (a replaced library function), and its fallbacks by Reason."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class HitCounter:
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()  # addresses of the packed weights
-        self.hits = 0  # ``hits += 1`` needs no lock: it makes no call, so CPython does not switch threads within it.
+        self.hits = 0  # ``hits += 1`` needs no lock, because CPython does not switch threads within it.
 
 
 class Counters:
     """Count all hits and fallbacks of the process, except for calls inside a compiled graph.
 
-    Other threads may add entries at any time. So iterate over a copy of a dictionary: ``list(...)``.
+    Other threads may add entries at any time, so iterate only over a copy of a dictionary.
     """
 
     def __init__(self) -> None:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
-        self.uses: dict[str, HitCounter] = {}  # calls that an option handled, where they are no kernel launches
-        # counts of kernel failures, internal errors and details of Reasons, by message
+        self.uses: dict[str, HitCounter] = {}  # by option: calls that it handled without a kernel launch
+        # how often each kernel failure, internal error or detail of a Reason occurred, by message
         self.errors: dict[str, int] = {}
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
@@ -63,20 +63,18 @@ class Counters:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
-        """Count a fallback. If the Reason is not expected (``Reason.is_expected``), also report the fallback.
-
-        The report is a warning at the target's first fallback for this Reason, or an error if ``strict`` is True.
+        """Count a fallback. Warn at the target's first fallback for each Reason that is not ``is_expected``.
 
         Args:
             strict: whether NF4_PATCH_STRICT=1 is set.
-            detail: the message of a kernel failure or internal error.
+            detail: the message of a kernel failure or internal error, or details of the Reason.
 
         Raises:
             FallbackError: ``strict`` is True, and the Reason is not expected.
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
-        # Some messages contain addresses and differ each time, so the number of stored messages is limited.
+        # Limit the number of stored messages, because a message with an address differs each time.
         message = f"{reason.name}: {detail}" if reason.is_expected else detail
         if detail and (message in self.errors or len(self.errors) < 100):
             self.errors[message] = self.errors.get(message, 0) + 1

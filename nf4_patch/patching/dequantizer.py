@@ -22,23 +22,23 @@ from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks, Function, replacement_of
 
-REPLACEMENTS = replacement_of.__globals__  # the global names of every replacement's code
+REPLACEMENTS = replacement_of.__globals__  # the globals of each replacement, by which its frame is recognized
 
 
 def has_gradient(packed: Tensor) -> bool:
-    """Return whether autograd would compute a gradient of the packed weight. For an integer dtype it never does."""
+    """Return whether autograd would compute a gradient of the packed weight. An integer tensor never has a gradient."""
     return packed.requires_grad and torch.is_grad_enabled()
 
 
 def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
-    If the caller is a function in PASSED_ON, the caller of that function is checked instead.
+    A caller that is listed in PASSED_ON is skipped, and its own caller is checked instead.
 
     Args:
         module: the start of a module's name, for example "unsloth.".
     """
-    frame: FrameType | None = sys._getframe(2)  # the caller of the function that asks
+    frame: FrameType | None = sys._getframe(2)  # skip this function and ``of_state``
     while frame is not None and frame.f_globals is not REPLACEMENTS:
         frame = frame.f_back
     while frame is not None and (frame := frame.f_back) is not None:
@@ -51,8 +51,7 @@ def is_called_by(module: str) -> bool:
 class Reader:
     """Interface of the weight cache for ``Dequantizer``. This base class caches nothing.
 
-    The core, which contains ``Dequantizer``, must not import the weight cache. So the weight cache (cache/store.py)
-    replaces the global ``reader`` when it is imported.
+    The core must not import the weight cache. So cache/store.py replaces the global ``reader`` when it is imported.
     """
 
     on = False  # ``Dequantizer`` calls ``read`` only while this is True.
@@ -68,12 +67,12 @@ reader = Reader()
 
 
 class Prefetch:
-    """Interface of the prefetch of weights in host memory. This base class copies nothing. offload/prefetch.py replaces it."""
+    """Interface for prefetching offloaded weights. This base class copies nothing. offload/prefetch.py replaces ``prefetch``."""
 
     on = False  # ``read`` is called only while this is True.
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
-        """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight is not in host memory."""
+        """Call ``run`` with the weight's copy on the GPU. Return None if the weight is not in host memory."""
 
 
 prefetch = Prefetch()
@@ -84,9 +83,9 @@ class Dequantizer:
 
     Args:
         target: the target's name.
-        readers: the modules that only read the result, given as the start of their names, such as "unsloth.". Only
-            callers in these modules may get a cached tensor. All other callers get a new tensor. With "", callers are
-            not checked, and only the argument ``only_read`` of a call decides.
+        readers: the common start of the names of modules that only read the result, such as "unsloth.". Only callers in
+            these modules may get a cached tensor, and all others get a new one. With "", callers are not checked, and
+            only the argument ``only_read`` of a call decides.
     """
 
     def __init__(self, target: str, readers: str = ""):
@@ -97,10 +96,7 @@ class Dequantizer:
     def of_state(
         self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """Dequantize a packed weight that has a bitsandbytes QuantState. The other arguments are those of ``run``.
-
-        For a tensor subclass inside torch.compile this method calls ``trace``, and otherwise ``run``.
-        """
+        """Dequantize a packed weight that has a bitsandbytes QuantState. The other arguments are those of ``run``."""
         fields = fields_of(packed, state)
         if type(fields) is Reason:
             return fields
@@ -123,7 +119,7 @@ class Dequantizer:
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
         """Dequantize by calling the custom op, while torch.compile traces the caller.
 
-        The guards are checked by the op's fake implementation.
+        The op's fake implementation checks the guards.
 
         Raises:
             ValueError: the weight is in the packing for the CPU (CPU_PACKING). Dynamo then breaks the graph and runs
@@ -213,27 +209,25 @@ class Dequantizer:
 
     def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
-        # Only parameters count as weights. If the packed bytes are a copy, for example of the chosen experts of a
-        # stack, their owner is no parameter.
+        # Only parameters count as weights, not copies of packed bytes, such as those of the chosen experts of a stack.
         if isinstance(weight.owner(), torch.nn.Parameter):
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
     def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
-        """Dequantize by calling the custom op, so that active dispatch modes see the call. Count no hit."""
+        """Dequantize by calling the custom op, so that active dispatch modes see the call. The call is not counted as a hit."""
         reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*weight) if reason is None else reason
 
 
 def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
-    """Return a decorator that makes replacements for library functions from adapters.
+    """Return a decorator that turns an adapter into a factory of replacements for library functions.
 
-    An adapter is a function ``adapter(serve, *arguments)``. It gets the arguments of the library function, calls
-    ``serve`` with the arguments of ``Dequantizer.of_state``, and returns the result of ``serve`` or a Reason. ``serve``
+    An adapter is a function ``adapter(serve, *arguments)``, where ``arguments`` are those of the library function. It
+    returns a Reason, or calls ``serve`` with the arguments of ``Dequantizer.of_state`` and returns the result. ``serve``
     is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``.
 
-    The decorated adapter is a factory: given a target and the original function, it returns the replacement, which
-    calls the adapter. The field ``replace`` of a ``Target`` names the factory.
+    The factory takes a target and the original function. The field ``replace`` of a ``Target`` names the factory.
 
     Args:
         readers: the argument ``readers`` of ``Dequantizer``.

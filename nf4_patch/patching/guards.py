@@ -82,15 +82,15 @@ def _not_plain(tensor: Tensor) -> bool:
 def _subclass(weight: PackedWeight) -> bool:
     """Return whether a tensor of the weight is a subclass that overrides PyTorch's operators.
 
-    For the packed bytes only ``__torch_dispatch__`` is checked here. Their ``__torch_function__`` was checked by
-    ``Dequantizer.of_state``.
+    Only ``__torch_dispatch__`` of the packed bytes is checked here, because ``Dequantizer.of_state`` has already checked
+    their ``__torch_function__``.
     """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
 
 
-# The guards are checked in this order, and the first guard that returns True decides the Reason. The order matters: a
-# guard may assume that all guards before it returned False.
+# The first guard that returns True decides the Reason. The order matters, because a guard may rely on the guards before
+# it having returned False.
 GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
     (Reason.ROCM, lambda weight: torch.version.hip is not None),
@@ -110,11 +110,11 @@ GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
 def why_not(weight: PackedWeight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     """Return the first Reason why the kernels do not support this weight, or None if they do.
 
-    The check reads no values of tensors, only their properties.
+    Only properties of the tensors are read, not their values.
 
     Args:
-        out: the tensor to fill. The kernel supports it if it is contiguous and has the weight's shape, dtype and
-        device.
+        out: the tensor to fill. It must be contiguous, require no gradient, and have the weight's shape, dtype and
+            device.
         ignore: the Reasons whose guards are skipped.
     """
     for reason, holds in GUARDS:

@@ -31,7 +31,7 @@ Given = str | int | None  # value of an option as the user passes it
 
 lock = new_lock()
 _hooked = False  # whether the import hooks are registered
-# For each active ``with`` block, ``_blocks`` has a list with the configuration from before the block.
+# For each active ``with`` block, a list with one item: the configuration from before the block.
 _blocks: list[list[Config | None]] = []
 
 
@@ -82,7 +82,7 @@ def disable() -> None:
 def block(profile: str | None = None, **options: Given) -> Iterator[None]:
     """Turn the patch on inside a ``with`` block. See :func:`nf4_patch.enabled`.
 
-    Several threads may be in such blocks at the same time, and a block may end before a block that was entered later.
+    Several threads can be in such blocks at the same time, and a block can end before a block that was entered later.
     """
     before: list[Config | None] = []
     try:
@@ -93,11 +93,11 @@ def block(profile: str | None = None, **options: Given) -> Iterator[None]:
         yield
     finally:
         with lock:
-            # If an interrupt came before ``_blocks.append``, this list is empty and the loop does nothing.
+            # If an interrupt came before ``_blocks.append``, this loop does nothing.
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
-                # If a block that was entered later is still active, its configuration stays in force. The next such
-                # block restores ``before`` when it ends.
+                # While a block that was entered later is active, its configuration stays in force. That block restores
+                # ``before`` when it ends.
                 if place < len(_blocks):
                     _blocks[place][:] = before
                 else:
@@ -112,10 +112,10 @@ def hook(target: Target) -> None:
 class Halfway(ModuleSpec):
     """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    While a module is being imported, it may not have defined the target yet, or may redefine it later. For example,
-    transformers.integrations.bitsandbytes imports bitsandbytes before it defines any class. With NF4_PATCH=1 this
-    import of bitsandbytes turns the patch on, too early for targets in transformers.integrations.bitsandbytes. The spec
-    notices the end of an import because Python then sets ``_initializing`` to False, even if the import failed.
+    Such a module might not have defined a target yet, or might define it again later. For example,
+    transformers.integrations.bitsandbytes imports bitsandbytes before it defines any class, and with NF4_PATCH=1 that
+    import turns the patch on. The spec notices the end of an import because Python then sets ``_initializing`` to
+    False, even if the import failed.
     """
 
     _initializing: bool
@@ -129,7 +129,7 @@ class Halfway(ModuleSpec):
 
 
 def is_halfway(module: ModuleType) -> bool:
-    """Return whether the module is being imported. If it is, arrange that its targets are installed afterwards."""
+    """Return whether the module is being imported. If so, its targets will be installed when the import ends."""
     spec: Any = getattr(module, "__spec__", None)
     if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
         spec.__class__ = Halfway
@@ -138,7 +138,7 @@ def is_halfway(module: ModuleType) -> bool:
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
-    """Install the target. An error is logged and not raised, because it would make the user's import fail."""
+    """Install the target. Log errors instead of raising them, because they would make the user's import fail."""
     try:
         with lock:
             if (switch.on or target.permanent) and not any(

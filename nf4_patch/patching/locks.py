@@ -16,7 +16,7 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 def new_lock() -> Any:
     """Return an RLock that is free in a forked child, even if another thread held it during the fork.
 
-    In that case, the data that the lock protects may be inconsistent in the child.
+    If another thread held the lock, the data that it protects might be inconsistent in the child.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -25,7 +25,7 @@ def new_lock() -> Any:
 
 def _free() -> None:
     for lock in list(_locks):
-        # A lock that the forking thread holds stays locked. That thread continues in the child, and releases the lock.
+        # The forking thread continues in the child, so it will release the locks that it holds.
         if not lock._is_owned():
             lock._at_fork_reinit()
 

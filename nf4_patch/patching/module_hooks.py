@@ -1,6 +1,6 @@
 """Detect whether a module has hooks or a replaced ``forward``.
 
-Code that computes a module's forward without calling the module would skip them.
+Code that computes a module's result without calling the module would skip such hooks and such a ``forward``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # Py
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     """Return whether a call of ``module`` runs other code than the ``forward`` of its class and the hooks in ``known``.
 
-    A hook of accelerate that only moves inputs to another device does not count. Every module of a model that is spread
-    over several GPUs has such a hook.
+    A hook of accelerate that only moves inputs to another device does not count, because every module of a model that
+    is spread over several GPUs has such a hook.
     """
     own = vars(module)
     for kind in HOOKS:

@@ -3,7 +3,7 @@
 Eager calls without a dispatch mode launch the kernel directly. The op's fake implementation, which runs during a
 trace, checks whether the kernel supports the weight. So Dynamo does not trace the checks in guards.py, which saves 10
 of 28 ms per weight (2-core CPU machine, torch 2.13). For an unsupported weight, the fake implementation returns a
-bool tensor whose length encodes the Reason: it is the Reason's index in REASONS.
+bool tensor whose length is the Reason's index in REASONS.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .reasons import Reason
 
 FORMULA = "nf4_patch: a compiled graph dequantizes with slow PyTorch operators instead of the kernel: "
 REASONS = tuple(Reason)
-# For the Reasons in COMPUTABLE, the kernel cannot run, but PyTorch operators can dequantize the weight. A compiled
-# graph needs them if such a Reason occurs only after the trace, for example because the graph runs on another machine.
+# Reasons why the kernel cannot run although PyTorch operators can dequantize the weight. A compiled graph needs these
+# operators if such a Reason occurs only after the trace, for example because the graph runs on another machine.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
-# The op's arguments are the fields of a PackedWeight. ``torch.library.custom_op`` is not used, because it would add an
-# autograd kernel in Python. A packed weight needs none, as it has no gradient. With custom_op, a call would take 17 us
-# instead of 6 us (2-core CPU machine, torch 2.13).
+# The op's arguments are the fields of a PackedWeight. ``torch.library.custom_op`` would add an autograd kernel in Python,
+# which a packed weight does not need because it has no gradient. A call would then take 17 us instead of 6 us (2-core CPU
+# machine, torch 2.13).
 SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor? absmax2, Tensor? code2, Tensor? offset, "
     "SymInt blocksize, SymInt blocksize2, SymInt[] shape, ScalarType dtype, str quant_type) -> Tensor"
@@ -86,13 +86,12 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload must 
 
 
 def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: Any, *plain: Any) -> Tensor | Reason:
-    """Call the op on the fields of a PackedWeight. Return the dense weight, or the Reason why it is not supported.
+    """Call the op on the fields of a PackedWeight. Return the dense weight, or the Reason why the weight is not supported.
 
     If the packed bytes are transposed (their shape is [1, bytes]), the result is transposed too. Dynamo can trace this
     function.
     """
-    # A QuantState may hold values that the op's schema does not accept, so that a call of the op would raise an error.
-    # For such a value, the Reason is returned here.
+    # Return a Reason for values that a QuantState can hold but the op's schema does not accept.
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):
         return Reason.QUANT_TYPE

@@ -1,6 +1,6 @@
-"""The types of environment variables and options. An option is a variable that is also an argument of ``enable``.
+"""The classes of environment variables and options. An option is a variable that is also an argument of ``enable``.
 
-Each option has a folder of its own, with a module ``option`` that defines the option. When that module is imported, it
+Each option is defined in the module ``option`` of its own folder. To keep ``import nf4_patch`` cheap, such a module
 imports only this module and ``memory.waits`` from nf4_patch.
 """
 
@@ -30,11 +30,11 @@ UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
 }
-SMALLEST = 10**6  # a smaller number must have a unit, because it is probably not meant in bytes
+SMALLEST = 10**6  # a smaller number needs a unit, because the user probably did not mean bytes
 
 
 def size_of(text: str) -> int | None:
-    """Return the bytes of a size such as "6GiB", "6G", "6.5 GB" or "6442450944". Return None for any other text."""
+    """Convert a size such as "6GiB", "6G", "6.5 GB" or "6442450944" to bytes. Return None for any other text."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in ("", *SPELLINGS):
         return None
@@ -43,7 +43,7 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Return a size in words, such as "6 GiB" or "1.5 GB". A size that is not round in any unit is rounded to three digits."""
+    """Format a size in bytes, for example as "6 GiB" or "1.5 GB". Round to three digits unless the size is round in a unit."""
     for unit, base in UNITS.items():
         if size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
@@ -59,12 +59,10 @@ class Variable:
 
     name: str
     allowed: tuple[str, ...]
-    # the value that an unset or empty variable stands for; "" if it stands for none of the allowed values
-    default: str
+    default: str  # the value if the variable is unset or empty; "" if that differs from every allowed value
     meaning: str
     size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
-    # True if the variable changes how the patch works, and so has no effect while the patch is off
-    option: bool = False
+    option: bool = False  # whether the variable only changes how the patch works, without turning it on
 
     @property
     def argument(self) -> str:
@@ -72,16 +70,16 @@ class Variable:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Return the allowed values in words, for the docs and for error messages."""
+        """Return the allowed values as shown in the docs and in error messages."""
         size = "a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"
         return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
     def word(self, text: str) -> str:
-        """Return the allowed value that ``text`` stands for. An option can accept more words than it lists."""
+        """Return ``text``. A subclass can translate synonyms of allowed values here."""
         return text
 
     def parse(self, name: str, given: Any) -> Any:
-        """Return the value that the user's ``given`` means: one of the allowed values, or a size in bytes.
+        """Convert the user's value to one of the allowed values or to a size in bytes.
 
         Args:
             name: the name of the argument or variable, for error messages.
@@ -108,35 +106,36 @@ class Variable:
 
 @dataclass(frozen=True)
 class Option(Variable):
-    """An option: its environment variable and its part of ``status()``."""
+    """An option, with its environment variable and its part of ``status()``."""
 
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
     fast: str = ""  # the value in the profile "fast"; "" if the option needs a decision
-    calls: str = ""  # what ``Effect.used`` counts, in words; "" if ``lines`` says all
-    idle: str = ""  # without ``calls``: what to say while the option is on and its report is empty
+    calls: str = ""  # what ``Effect.used`` counts, such as "layer calls"; "" if status shows only ``lines``
+    idle: str = ""  # for an option without ``calls``: the message shown while the option is on but its report is empty
     # takes the option's current value, and returns the option's field of ``Status``
     report: Callable[[str | int], Any] | None = None
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
-    # takes the report, and returns how many calls the option handled. Without it, kernel launches of ``targets`` count
+    # takes the report, and returns how many calls the option handled. If None, kernel launches of ``targets`` are counted
     used: Callable[[Any], int] | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the rows of TARGETS that belong to the option first."""
+        """Return the rows of TARGETS that name this option as ``option``, not as ``or_option``."""
         return tuple(target for target in TARGETS if target.option == self.argument)
 
     def word(self, text: str) -> str:
-        """Return the option's only value besides "off" for "true", and "off" for "false"."""
+        """Translate "false" to "off", and "true" to the value besides "off" if there is only one."""
         values = [value for value in self.allowed if value != "off"]
         if text == "true" and len(values) == 1 and not self.size:
             return values[0]
         return "off" if text == "false" else text
 
     def lacks(self) -> tuple[str, ...]:
-        """Return the releases of which the option needs one, such as "peft >= 0.17". Empty if one is installed.
+        """Return the library releases of which the option needs at least one, such as "peft >= 0.17".
 
-        A library without metadata, in a checkout on PYTHONPATH for example, counts as installed.
+        The result is empty if one of them is installed. A library without metadata, for example a checkout on
+        PYTHONPATH, counts as installed.
         """
         missing: dict[str, None] = {}
         for target in self.targets:
@@ -151,7 +150,6 @@ class Option(Variable):
         return tuple(missing)
 
 
-FAST = "fast"  # the profile: every option that needs no decision, with the value ``Option.fast``
-# OPTIONS maps the name of an argument of ``enable`` to its option. nf4_patch/options.py fills OPTIONS when the package
-# is imported.
+FAST = "fast"  # the profile that turns on each option with a value ``Option.fast``
+# Maps an argument of ``enable`` to its option. nf4_patch/options.py fills this table when the package is imported.
 OPTIONS: dict[str, Option] = {}

@@ -1,4 +1,4 @@
-"""Tell a library's own functions from functions that somebody else put in their place."""
+"""Distinguish a library's own functions from functions that somebody else put in their place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .placement import is_ours
 from .target import Target
 from .targets import LIBRARIES
 
-# Each function in PASSED_ON only returns the dequantized weight to its own caller. The keys are the functions' modules.
+# Functions that only return the dequantized weight to their own caller, keyed by module.
 PASSED_ON = {"torch.utils._contextlib": "decorate_context"}
 for library in LIBRARIES:
     PASSED_ON.update(library.relays)
 
 
 def is_own(function: Any, module: str, *names: str) -> bool:
-    """Return whether ``function`` is the library's, defined in ``module`` under one of the names, or our replacement of it.
+    """Return whether ``function`` is defined in ``module`` under one of ``names``, or is our replacement of that function.
 
-    functools.wraps copies the name and the module of a function, but neither its globals nor its code.
+    The check reads the function's globals and code, because functools.wraps copies ``__name__`` and ``__module__``.
     """
     while is_ours(function) or is_passed_on(function):
         function = function.__wrapped__
@@ -37,7 +37,7 @@ def is_own(function: Any, module: str, *names: str) -> bool:
 
 
 def is_passed_on(function: Any) -> bool:
-    """Return whether ``function`` is a known wrapper that only passes on the dequantized weight."""
+    """Return whether ``function`` is a wrapper listed in PASSED_ON."""
     module = getattr(function, "__globals__", {}).get("__name__", "")
     name = getattr(getattr(function, "__code__", None), "co_name", "")
     return PASSED_ON.get(module) == name and hasattr(function, "__wrapped__")
@@ -50,10 +50,12 @@ def is_written_here(function: Any, module: str) -> bool:
 
 
 def replaced(target: Target, original: Any) -> str:
-    """Return the name of a function that the target's replacement computes itself and somebody else replaced, or "".
+    """Return the name of a function that the target's replacement would compute itself, but that somebody else replaced.
+
+    Return "" if there is no such function.
 
     Args:
-        original: the function at the target's place.
+        original: the function that the library has at the target's name.
     """
     if target.own and not is_own(original, target.module, *target.own):
         return target.name

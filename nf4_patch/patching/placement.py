@@ -31,12 +31,8 @@ class Pair(NamedTuple):
 class Installed:
     """A target's replacements and their places, or the reason why the target cannot be replaced.
 
-    It is created once the target's module is imported. A place is a module, class or dict, and a name in it. A pair is
-    an original function and its replacement.
-
-    A target can have several pairs: if another library puts its own function at the target's name, other modules may
-    still hold the first original. The last pair is the current pair. It belongs to the function that the latest
-    ``enable()`` found at the target's name.
+    A target has several pairs if another library put its own function at the target's name while other modules still
+    hold the first original. The last pair belongs to the function that the latest ``enable()`` found at that name.
     """
 
     target: Target
@@ -56,7 +52,7 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """Return the function at the target's name now. Look up the module again, because it may have been reloaded."""
+        """Return the function at the target's name now, from the current module, which might have been reloaded."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
@@ -68,27 +64,24 @@ class Installed:
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
     def why_displaced(self) -> str:
-        """Explain a DISPLACED target: another library put its own function at the target's name."""
+        """Return a sentence that explains the state DISPLACED."""
         if why := refusal_of(self.target, self.current()):
             return f"another library put its own function in place, which cannot be replaced: {why}"
         return "another library put its own function in place; call enable() again to replace it"
 
     def pair_of(self, function: Any) -> Pair | None:
-        """Return the pair to which ``function`` belongs, or None.
-
-        ``function`` may be the pair's original, its replacement, or a wrapper of its replacement.
-        """
+        """Return the pair whose original, replacement or wrapped replacement is ``function``, or None."""
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
         """Record that ``function``, which is at the target's name now, cannot be replaced.
 
-        The existing pairs stay, so ``swap`` still replaces the copies of their originals that other modules hold.
+        Keep the existing pairs, so that ``swap`` still replaces the copies of their originals in other modules.
         """
         self.refused, self.refusal = function, why
 
     def use(self, pair: Pair, place: Place) -> None:
-        """Make ``pair`` the current pair, and record ``place``, where the target's function is."""
+        """Make ``pair`` the last pair, and record the place of the target's function."""
         if pair not in self.pairs:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]
@@ -111,8 +104,7 @@ class Installed:
         """
         current = self.current()
         if self.swapped is on and not any(current is pair[not on] for pair in self.pairs):
-            # Nothing is left to swap. Returning saves some 3 ms for a target with patch_copies (2-core CPU machine, 3,700
-            # modules).
+            # Nothing is left to swap. The search for copies would take 3 ms (2-core CPU machine, 3,700 modules).
             return
         self.swapped = None
         if self.target.patch_copies:
@@ -132,7 +124,7 @@ installed: dict[str, Installed] = {}
 
 
 def install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Make the target's replacement. Put it in place if ``wanted`` is True, which means that its option is on."""
+    """Make the target's replacement, and put it in place if ``wanted`` is True."""
     place = target.holder(module)
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
@@ -143,7 +135,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
         entry.use(pair, place)
     else:
         original = current
-        while is_ours(original):  # another library put back an earlier replacement that it had kept
+        while is_ours(original):  # another library saved an earlier replacement and put it back
             original = original.__wrapped__
         if why := refusal_of(target, original):
             entry.refuse(current, why)
@@ -159,16 +151,13 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_of_an_earlier_import(target: Target) -> bool:
-    """Return whether the target's function is a replacement that an earlier import of this package made.
-
-    Such a replacement is found if the package was imported a second time.
-    """
+    """Return whether the target's function is a replacement from an earlier import of this package in this process."""
     function = get_attr(*target.holder(sys.modules.get(target.module)))
     return is_ours(function) and function.__nf4_patch__[1] is not Target
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
-    """Return the value that a module, class or dict holds under a name. Of a class method, return the function."""
+    """Return the value that a module, class or dict holds under ``name``. For a class method, return its function."""
     if isinstance(holder, dict):
         return holder.get(name, default)
     value = getattr(holder, name, default)
@@ -176,10 +165,9 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Set ``name`` in a module, dict or class to ``function``.
+    """Set ``name`` in a module, dict or class to ``function``. A static or class method keeps its kind.
 
-    In a class, a static method and a class method stay what they are. If a class would inherit ``function`` under this name, the name is deleted
-    from the class instead of being set.
+    If the class would inherit ``function`` under this name, delete the name from the class instead.
     """
     if isinstance(holder, dict):
         holder[name] = function
@@ -191,10 +179,7 @@ def put(holder: Any, name: str, function: Any) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """Return whether ``function`` is a replacement that this package made.
-
-    An earlier import of this package counts too (importlib.reload, IPython's autoreload).
-    """
+    """Return whether ``function`` is a replacement that this package made, possibly before the package was reloaded."""
     mark = getattr(function, "__nf4_patch__", None)
     return isinstance(mark, tuple) and mark[0] is function
 
@@ -207,7 +192,7 @@ def refusal_of(target: Target, function: Any) -> str:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return f"it is a {type(function).__name__} whose signature cannot be read"
-    # ("A", "args", "kwargs") are the parameters of unsloth_zoo's wrapper
+    # ("A", "args", "kwargs") are the parameters of unsloth_zoo's wrapper.
     if parameters in target.parameters or parameters == ("A", "args", "kwargs"):
         return ""
     allowed = " or ".join(f"({', '.join(names)})" for names in target.parameters)
@@ -217,8 +202,8 @@ def refusal_of(target: Target, function: Any) -> str:
 def copies(target: Target, functions: list[Any]) -> list[Place]:
     """Return the module globals that hold one of ``functions``.
 
-    In the modules of other libraries, only globals with the function's own name are returned. A module that gives its
-    copy another name does so on purpose, for example to compare with the original.
+    In modules of other libraries, only globals with the function's own name are returned. A copy with another name is
+    probably meant to stay the original, for example for a comparison.
     """
     own_name = target.name.rpartition(".")[2]
     wanted, library = set(map(id, functions)), target.library
@@ -240,7 +225,7 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
 
 
 def is_wrapped_by(pair: Pair, function: Any) -> bool:
-    """Return whether ``function`` is the pair's replacement, or a wrapper that may call it."""
+    """Return whether ``function`` is the pair's replacement, or a wrapper that might call the replacement."""
     seen = {id(pair.original): pair.original}  # ``seen`` keeps the functions alive, so that no id is reused
     waiting = [function]
     for current in waiting:
@@ -255,7 +240,7 @@ def is_wrapped_by(pair: Pair, function: Any) -> bool:
 def functions_in(function: Any) -> Iterator[Any]:
     """Yield the functions that a wrapper holds as ``__wrapped__``, in closure cells and in the globals that it names.
 
-    ``__wrapped__`` alone is not enough: Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
+    ``__wrapped__`` alone is not enough, because Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
     """
     with contextlib.suppress(Exception):  # attributes of other libraries' objects may raise any error
         yield function.__wrapped__

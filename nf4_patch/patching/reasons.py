@@ -195,7 +195,7 @@ class Reason(enum.Enum):
 
     @property
     def is_expected(self) -> bool:
-        """Return whether the fallback is normal. An expected fallback causes no warning, and no error in strict mode."""
+        """Return whether the fallback is normal, so that it causes no warning, and no error in strict mode."""
         return self in EXPECTED
 
 
@@ -209,13 +209,13 @@ EXPECTED = {
     *(reason for reason in Reason if reason.name.startswith(("GRAPH_", "ACTIVATIONS_")) and reason.name != "GRAPH_CAPTURE"),
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_REPLACED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip
-# NOT_MEANT: Reasons for calls that an option is not made for, such as an evaluation, or handles only in part.
+# Reasons for calls that an option is not meant for, such as an evaluation, or handles only in part.
 NOT_MEANT = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.LORA_INACTIVE, Reason.LORA_OPERANDS, Reason.GRAPH_NOT_TRAINING, Reason.HOOKED, Reason.EXPERT_BLOCKS,
     Reason.SECOND_PARAMETRIZATION, Reason.ACTIVATIONS_BUDGET,
 }  # fmt: skip
-# TEMPORARY: Reasons for which a later call of the same layer can be handled. If they are many, the option helps little.
+# Reasons that might not apply to the next call of the same layer. An option with many such fallbacks still helps little.
 TEMPORARY = {
     Reason.ACTIVATIONS_WAITING,
     Reason.GRAPH_NEW_SHAPE,

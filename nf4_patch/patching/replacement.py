@@ -24,7 +24,7 @@ gates = switch.gates
 
 
 class Fallbacks:
-    """Count the fallbacks of one target by Reason. ``details`` holds the latest error message for each Reason."""
+    """The fallbacks of one target. ``details`` holds the latest error message for each Reason."""
 
     def __init__(self, target: str):
         self.target = target
@@ -38,7 +38,7 @@ class Fallbacks:
         return reason
 
     def failed(self, error: Exception) -> Reason:
-        """Log an error in nf4_patch's code and return its Reason, so that the original runs and training goes on.
+        """Log an error in nf4_patch's code and return its Reason, so that training continues with the original.
 
         Raises:
             Exception: ``error`` itself, in strict mode or if it is an out-of-memory error.
@@ -48,7 +48,7 @@ class Fallbacks:
         if switch.strict or is_out_of_memory(error):
             raise error
         message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
-        if message not in counters.errors:  # a step makes hundreds of calls, so log one traceback only
+        if message not in counters.errors:  # log only one traceback, because a step makes hundreds of calls
             logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
         return Reason.INTERNAL_ERROR
 
@@ -57,7 +57,7 @@ class Fallbacks:
         effects.refused(self.target, reason)
 
     def refuse(self, reason: Reason) -> NoReturn:
-        """Count a fallback, but raise an error. The original does not run, because it would compute wrong numbers.
+        """Count a fallback, and raise an error instead of running the original, which would compute wrong numbers.
 
         Raises:
             ValueError: always.
@@ -66,7 +66,7 @@ class Fallbacks:
         raise ValueError(f"{self.target}: {reason.sentence} ({reason.name}); {reason.advice}")
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
-        """Call the function and return its result. If it returns a Reason or fails, count and return the Reason."""
+        """Call ``function`` and return its result. If it returns a Reason or fails, count and return the Reason."""
         result: T | Reason
         try:
             result = function(*args, **kwargs)
@@ -90,10 +90,10 @@ def replacement_of(
         attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run. If
             ``attempt`` raises an error, the error is logged and the original runs. ``attempt`` may also return a tuple
             (function, *arguments). The replacement then calls this function, and its errors reach the caller.
-        traced: used instead of ``attempt`` while Dynamo traces. Its errors are not caught, and nothing is counted. None
-            means that Dynamo traces the original.
-        is_body: True if the original is the body of an op, or calls an op. Dynamo then does not compile the replacement
-            either, because it would compile the original as a separate graph.
+        traced: called instead of ``attempt`` while Dynamo traces. Its errors are not caught, and nothing is counted.
+            None means that Dynamo traces the original.
+        is_body: True if the original is the body of an op, or calls an op. Dynamo must then not compile the replacement,
+            because it would compile the original as a separate graph.
         refuses: if True, raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
     """
     option, other = target.option, target.or_option or target.option
@@ -105,8 +105,8 @@ def replacement_of(
             fallbacks.refuse(why)
         fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 
-    # The closure of ``replacement`` holds only functions and strings. At a closure with other objects, PyTorch 2.8's
-    # Dynamo would break the graph.
+    # The closure of ``replacement`` may hold only functions and strings. With any other object, PyTorch 2.8's Dynamo
+    # would break the graph.
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -115,7 +115,7 @@ def replacement_of(
                 if type(result) is not Reason:
                     return result
         elif gates[option].on or gates[other].on:
-            try:  # a call without ``**kwargs`` saves 0.1 us (2-core CPU machine, Python 3.11)
+            try:  # omitting an empty ``**kwargs`` saves 0.1 us (2-core CPU machine, Python 3.11)
                 result = attempt(*args, **kwargs) if kwargs else attempt(*args)
             except Exception as error:
                 refused(error)
@@ -156,10 +156,7 @@ def instead(function: Function) -> Function:
 
 
 def around(function: Function) -> Function:
-    """Return a factory of replacements, which the field ``replace`` of a ``Target`` can name.
-
-    A replacement that the factory makes calls ``function(original, *arguments)``.
-    """
+    """Return a factory for the field ``replace`` of a ``Target``. Its replacement calls ``function(original, *arguments)``."""
 
     def make(target: Any, original: Function) -> Function:
         return replacement_of(target, original, Fallbacks(target.name), instead(functools.partial(function, original)))

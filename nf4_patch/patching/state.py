@@ -23,5 +23,5 @@ class State(str, enum.Enum):  # Python 3.11's StrEnum, for 3.10 as well
 
     @property
     def was_patched(self) -> bool:
-        """Return whether the replacement was put in place, even if another library has wrapped or displaced it since."""
+        """Return whether the replacement was put in place, even if another library wrapped or displaced it afterwards."""
         return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

@@ -1,4 +1,4 @@
-"""The switch that every replacement reads at every call: whether the patch and its options are on."""
+"""The switch that tells each replacement, at every call, whether the patch and its options are on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Gate:
 class Switch(Gate):
     """The state of the patch, with one gate per option.
 
-    Code that depends on the configuration registers a function with ``follow``. The function is called at every change.
-    So this module imports neither that code nor torch.
+    Code that depends on the configuration registers a function with ``follow``, which is called at every change. This
+    way, the module needs to import neither that code nor torch.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Switch(Gate):
             follower(config)
 
     def wants(self, target: Target) -> bool:
-        """Return whether an option of the target is on or, for a target without options, whether the patch is on."""
+        """Return whether one of the target's options is on. For a target without options, return whether the patch is on."""
         return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:

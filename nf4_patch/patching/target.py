@@ -1,4 +1,4 @@
-"""The class ``Target``, a row of the table ``TARGETS``."""
+"""The class of a row in the table ``TARGETS``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 Parameters = tuple[str, ...]  # the parameter names of a function in one release
-ANY: tuple[Parameters, ...] = ()  # stands for the parameters of a function written in C, which cannot be read
+ANY: tuple[Parameters, ...] = ()  # for a function written in C, whose parameters cannot be read
 ALWAYS = "always"  # an ``option`` that is never off
 
 
@@ -22,7 +22,7 @@ def function_at(place: str) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A library function that nf4_patch replaces: one row of the table ``TARGETS``.
+    """A library function that nf4_patch replaces, as one row of the table ``TARGETS``.
 
     Attributes:
         function: the function, as "module:attribute". A dotted attribute is a method of a class, or an entry of a dict
@@ -37,16 +37,16 @@ class Target:
             replacement stays in place when the patch is turned off, because models with packed experts still need it.
         or_option: a second option. The replacement is used if one of the two options is on.
         unless: the name of an attribute. If the function's module has this attribute, the row is skipped.
-        after: a module. The row is installed when this module is imported, instead of the function's own module.
-        uncounted: for a function whose calls are not counted as hits, the note that ``status()`` shows.
+        after: the module whose import installs the row, if that is not the function's own module.
+        uncounted: the note that ``status()`` shows if the function's calls are not counted as hits.
         patch_copies: also replace the function in modules that imported it by name.
-        own: names in the code of the library's function, if the replacement computes the function's result itself. If
-            somebody else replaced the function, theirs runs (Reason.REPLACED). Empty for a dequantization, which can
-            mean only one thing.
-        rows: if the fused matmul is timed against the function, the most rows that the function multiplies.
-        timed: the function that calls the original to time it, as in ``replace``. It takes the original, x [m, k], the
-            PackedWeight and the QuantState.
-        computes: further functions that the replacement computes instead of calling them, as "module:attribute".
+        own: for a replacement that computes the result itself, the names under which the library defines its function.
+            If somebody else put another function in its place, that function runs (Reason.REPLACED). Empty for
+            dequantizations, because all of them compute the same result.
+        rows: the largest row count that the function supports, if the fused matmul is timed against it.
+        timed: the function that calls the original to time it, in the format of ``replace``. It takes the original,
+            x [m, k], the PackedWeight and the QuantState.
+        computes: further library functions that the replacement computes itself, as "module:attribute".
     """
 
     function: str
@@ -102,7 +102,7 @@ class Target:
     def make(self, original: Callable[..., Any]) -> Any:
         """Return the replacement of ``original``, marked for ``placement.is_ours``."""
         replacement: Any = function_at(self.replace)(self, original)
-        # ``is_ours`` recognizes the replacement by this mark. If another library wraps the replacement, functools.wraps
-        # copies the mark to the wrapper. So the mark names the replacement, which the wrapper is not.
+        # ``is_ours`` recognizes the replacement by this mark. functools.wraps copies the mark to a wrapper, so the mark
+        # also names the replacement, which tells the wrapper apart.
         replacement.__nf4_patch__ = replacement, Target
         return replacement

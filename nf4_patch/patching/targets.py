@@ -1,4 +1,7 @@
-"""What nf4_patch replaces and looks up in each library. ``libraries/__init__.py`` fills the tables on import."""
+"""Tables of the library functions that nf4_patch replaces, and of the modules that it reads.
+
+``libraries/__init__.py`` fills these tables on import.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Library:
-    """A library that nf4_patch changes or looks into.
+    """The parts of one library that nf4_patch replaces or reads.
 
     Attributes:
         targets: the functions that are replaced.
-        modules: the library's Python modules that the core and the engines look into, by what they find there.
-        relays: functions of the library that only return the dequantized weight to their own caller, by their module.
+        modules: names of the library's modules that are read, keyed by their contents, for example "4-bit layers".
+        relays: names of functions that only return the dequantized weight to their own caller, keyed by module.
         checkpoint: (module, name) of a checkpoint function that is always reentrant. While it is in use, PyTorch's
-            ``CheckpointFunction`` is a class of its module, which keeps a layer's input in host memory.
+            ``CheckpointFunction`` is replaced by a class of that module, which keeps a layer's input in host memory.
         folders: names of folders into which the library writes Python modules.
         folder_variable: an environment variable that names one more such folder.
     """

@@ -1,1 +1,1 @@
-"""The commands of ``nf4-patch``: doctor, verify and run. doctor and verify return a report, which cli.py prints."""
+"""The commands ``doctor``, ``verify`` and ``run`` of ``nf4-patch``. doctor and verify return a report, which cli.py prints."""

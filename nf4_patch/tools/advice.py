@@ -1,15 +1,15 @@
-"""What to type for a model on a GPU: the one table of ``nf4-patch doctor``, README and docs/will-it-help-me.md."""
+"""The table that tells users what to type for a model and a GPU, in ``nf4-patch doctor``, README and the docs."""
 
 from typing import NamedTuple
 
 
 class Advice(NamedTuple):
-    key: str  # of the expectation that scripts/render_docs.py adds from the measured data
+    key: str  # the key of the expectation that scripts/render_docs.py adds from the measured data
     model: str
     gpu: str
     line: str
     also: str = ""  # what else to set, separated by commas
-    gigabytes: float = 0  # 10^9 bytes that Qwen3-30B-A3B needs on the GPU, CUDA included
+    gigabytes: float = 0  # the GPU memory that Qwen3-30B-A3B needs, in 10^9 bytes, including CUDA's own
 
 
 SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
@@ -17,7 +17,7 @@ FAST, EXPERTS = 'enable("fast")', 'enable("fast", experts="4bit"'
 FULL = f'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, optim="adamw_8bit", {SETTINGS}'
 DENSE = Advice("dense", "dense, TRL or peft", "A100, RTX 30 or newer", FAST, SETTINGS)
 OLD = Advice("old", "dense", "T4, RTX 20", FAST, "bnb_4bit_compute_dtype=torch.float16, fp16=True, bf16=False")
-# largest need first; on a GPU with ample memory, the options of "fast" share what training leaves free
+# The row that needs the most memory is first. With ample memory, the options of "fast" share what training leaves free.
 MIXTURES = [
     Advice("mixture", "mixture of experts", "32 GB or more", f"{EXPERTS})", SETTINGS, 30),
     Advice("mixture-24", "mixture of experts", "24 GB", f'{EXPERTS}, cache="off")', FULL, 23),
@@ -38,5 +38,5 @@ TABLE = [
 
 
 def mixture(gigabytes: float) -> Advice | None:
-    """Return the advice for Qwen3-30B-A3B on a GPU of ``gigabytes`` (10^9 bytes), or None if it cannot be trained there."""
+    """Return the advice for Qwen3-30B-A3B on a GPU with ``gigabytes`` * 10^9 bytes, or None if the GPU is too small."""
     return next((advice for advice in MIXTURES if advice.gigabytes <= gigabytes), None)

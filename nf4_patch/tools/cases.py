@@ -10,8 +10,8 @@ import torch
 
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 
-# SHAPES cover whole and partial CTAs, partial last blocks, odd element counts, rows whose length is a multiple of no
-# blocksize, and ranks 1 to 3.
+# These shapes cover whole and partial CTAs, partial last blocks, odd element counts, rows whose length is a multiple of
+# no blocksize, and 1 to 3 dimensions.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
 MATRIX, RAGGED = (256, 192), (65, 42)
 LAYOUTS, TRANSPOSED, STORAGE, OFFSETS = "shapes x blocksizes", "transposed", "storage dtypes", "offset dtypes"
@@ -63,7 +63,7 @@ def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor
     if case.quant_type == "fp4":
         raw = packed.view(torch.uint8).view(-1)
         raw[0] = raw[-1] = 0x80
-    if case.family == PAIRS:  # 256 runs of all 256 packed bytes, one absmax byte per run
+    if case.family == PAIRS:  # pair each packed byte with each absmax byte
         packed.view(-1).copy_(torch.arange(256, device=device).to(torch.uint8).repeat(256))
         state.absmax.copy_(torch.arange(256, device=device).to(torch.uint8).repeat_interleave(512 // case.blocksize))
     return (packed.t() if case.transposed else packed), state

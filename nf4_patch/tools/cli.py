@@ -1,7 +1,8 @@
-"""``nf4-patch``: the command line, and the only module that prints.
+"""The command line ``nf4-patch``.
 
-Each command calls the module of its name, which is imported only when the command runs, so that ``--help`` does not import
-torch. That module uses neither click nor the console: it returns a ``report.Report``, and calls a ``report.Progress``.
+Each command imports the module of its name only when the command runs, so that ``--help`` does not import torch. The
+modules of doctor and verify use neither click nor the console. They return a ``report.Report``, and call a
+``report.Progress``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
 
 
 class Verbs(click.Group):
-    """A click group that lists commands in the order of this module, adds --json to each, and prints errors in one line."""
+    """A click group that lists commands in order of definition, adds --json to each, and prints errors in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         option = click.Option(
@@ -41,7 +42,7 @@ class Verbs(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.errno is None or error.filename is not None:  # not an error of writing to stdout or stderr
+            if error.errno is None or error.filename is not None:  # the error is not about stdout or stderr
                 raise
             output.say(f"nf4_patch: the output could not be written: {error.strerror}")
             sys.exit(1)
@@ -62,7 +63,7 @@ def remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | N
 
 
 class ProgressLine:
-    """A report.Progress on stderr. On a terminal, it overwrites a single line. In a file, each new text gets a line."""
+    """A report.Progress on stderr. It overwrites a single line on a terminal, and writes a line per new text into a file."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -91,11 +92,11 @@ def main(ctx: click.Context) -> None:
 @main.result_callback()
 @click.pass_context
 def finish(ctx: click.Context, report: Any) -> None:
-    """Write a command's JSON, print its report and exit with its code."""
+    """Write a command's report as JSON, print the report, and exit with its code."""
     ctx.obj.clear()
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
-        # A benchmark's report already has its provenance under "machine". All other reports get it here.
+        # A benchmark's report already has its provenance under "machine". Add the provenance to other reports.
         output.write_json(file, data if "machine" in data else data | provenance_data())
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -154,7 +155,7 @@ def verify(tell: Progress) -> Report:
 ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.rank0.json, r.rank1.json, ..."
 
 
-# Options after the first word of COMMAND belong to COMMAND and not to ``nf4-patch run``, as with ``python``.
+# Options after the first word of COMMAND belong to COMMAND, not to ``nf4-patch run``, as with ``python``.
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, as in python -m.")
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as in python -c.")

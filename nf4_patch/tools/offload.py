@@ -1,4 +1,4 @@
-"""Whether a model fits on a GPU, estimated from its configuration: for ``nf4-patch doctor --offload`` and ``--measure``."""
+"""Estimate from its configuration whether a model fits on a GPU, for ``nf4-patch doctor --offload`` and ``--measure``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .advice import EXPERTS, FAST
 from .report import NotAvailable
 from .step import shortened
 
-RANK, TOKENS = 16, 2048  # of the training that is estimated
-TRAINED = 6  # bytes per trained weight: in bf16 with its gradient, and two moments of 8 bits
+RANK, TOKENS = 16, 2048  # LoRA's rank and the tokens per step for which the memory is estimated
+TRAINED = 6  # bytes per trained weight, for the weight and its gradient in bf16, and two 8-bit moments
 GB, GIB = 10**9, 2**30
-MARGIN = 1.3  # The measured peaks of mixtures were up to 1.3 times the sum below (H200, docs/offload.md).
+MARGIN = 1.3  # measured peaks of mixtures were up to 1.3 times the sum in ``sizes_of`` (H200, docs/offload.md)
 CUDA_BYTES = GB // 2  # memory that a process takes on a GPU outside of PyTorch
-CARDS = (12, 16, 24, 48)  # GB, for a machine without a GPU
+CARDS = (12, 16, 24, 48)  # the usual GPU sizes in GB, shown on a machine without a GPU
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sizes:
     is_mixture: bool
 
     def line(self, gpu: int) -> tuple[str, int]:
-        """Return the value of ``offload`` for a GPU with this many bytes, and the host memory that it takes.
+        """Return the value of ``offload`` for a GPU with ``gpu`` bytes, and the bytes of host memory that this value takes.
 
         The value is "" if the GPU is too small.
         """
@@ -48,7 +48,7 @@ class Sizes:
 
 
 def sizes_of(model: Any) -> Sizes:
-    """Return the sizes of a model on the meta device."""
+    """Estimate the sizes of a model that is on the meta device."""
     layers: Counter[str] = Counter()
     linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     rest, largest, mixture = 0, 0, False
@@ -78,7 +78,7 @@ def configuration(name: str) -> Any:
     """Return the configuration of a model, given as a name or a folder.
 
     Raises:
-        NotAvailable: there is none.
+        NotAvailable: transformers cannot read the configuration.
     """
     from transformers import AutoConfig
 
@@ -97,7 +97,11 @@ def on_meta(config: Any) -> Any:
 
 
 def layers_that_fit(whole: Any, name: str, most: int) -> int:
-    """Return how many layers, built in 16 bits, fit into the free GPU memory."""
+    """Return how many layers, at most ``most``, fit into the free GPU memory when they are built in 16 bits.
+
+    Raises:
+        NotAvailable: the model is a mixture of experts, or not even one layer fits.
+    """
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
     for layers in range(min(most, whole.num_hidden_layers), 0, -1):
         model = on_meta(shortened(whole, layers))
@@ -110,10 +114,10 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
 
 
 def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
-    """Say what to type for a model, given as a name or a folder.
+    """Yield lines that tell the user what to type for a model, given as a name or a folder.
 
     Args:
-        gpus: index and bytes of each GPU. If there is none, the lines are for GPUs of usual sizes.
+        gpus: the index and the bytes of each GPU. If the list is empty, the lines are for GPUs of usual sizes.
     """
     sizes = sizes_of(on_meta(configuration(name)))
     yield (

@@ -1,4 +1,4 @@
-"""Write the output files of commands. Their paths are checked before the work starts, so that no work is lost."""
+"""Write the output files of commands. Check their paths before the work starts, so that no work is lost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import click
 
 
 def absolute(path: str | Path) -> Path:
-    """Return the absolute path, because the working directory might change."""
-    # Path.resolve() would follow links, such as the link of /dev/stdout to a pipe.
+    # The working directory might change. Path.resolve() would follow links, such as the link of /dev/stdout to a pipe.
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 class OutputFile(click.Path):
-    """Path of a writable file. Unlike click.Path, this type rejects a file in a missing folder."""
+    """Parameter type for the path of a writable file. Unlike click.Path, it rejects a path in a missing folder."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, readable=False)
@@ -35,7 +34,7 @@ class OutputFile(click.Path):
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` as JSON. A failure prints one line, so that the run still reports its results."""
+    """Write ``data`` as JSON. A failure prints one line instead of raising, so that the run still reports its results."""
     try:
         file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
@@ -43,7 +42,7 @@ def write_json(file: Path, data: dict[str, Any]) -> None:
 
 
 def say(*lines: object, end: str = "\n") -> None:
-    """Print to stderr, ignoring errors. ``print(file=None)`` would print to stdout."""
-    if sys.stderr is not None:
+    """Print to stderr, and ignore errors."""
+    if sys.stderr is not None:  # print(file=None) would print to stdout
         with contextlib.suppress(OSError, ValueError):
             print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""For tools and benchmarks: turn the patch on or off inside a ``with`` block, and find original functions."""
+"""Turn the patch on or off inside a ``with`` block, and find original functions, for tools and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("nf4_patch")
 
 @contextlib.contextmanager
 def patch(on: bool, **options: Any) -> Iterator[None]:
-    """Turn the patch on or off for a block. Off means unpatched, even if NF4_PATCH=1 patched bitsandbytes at its import."""
+    """Turn the patch on or off for a block. Off means unpatched, even if NF4_PATCH=1 patched bitsandbytes during its import."""
     import bitsandbytes.functional  # noqa: F401
 
     if on:
@@ -35,7 +35,7 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
 
 
 def original(module: str, attribute: str) -> Any:
-    """Return the function that the patch saved, or the current one if none was saved."""
+    """Return the original that the patch saved, or the current function if the patch saved none."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
@@ -43,7 +43,7 @@ def original(module: str, attribute: str) -> Any:
 
 
 def dequantize_4bit() -> Callable[..., Any]:
-    """Return bitsandbytes' original ``dequantize_4bit``: (packed, quant_state, out=None) -> weight."""
+    """Return bitsandbytes' original ``dequantize_4bit``, with the signature (packed, quant_state, out=None) -> weight."""
     return original("bitsandbytes.functional", "dequantize_4bit")
 
 

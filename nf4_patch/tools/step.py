@@ -1,4 +1,4 @@
-"""A QLoRA training step on random 4-bit weights, and its GPU time: for ``nf4-patch doctor --measure`` and benchmarks.
+"""Run and time a QLoRA training step on random 4-bit weights, for ``nf4-patch doctor --measure`` and benchmarks.
 
 Adapters are in 16 bits under autocast, as in TRL.
 """
@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..version import release_of
 
-RANK = 16  # of LoRA
-VOCABULARY = 16_032  # of Llama-3.1-8B with 4 of 32 layers; larger tokens do not occur in a step
-ROUNDING = 2**-7  # relative rounding of losses in bf16
+RANK = 16  # the rank of LoRA
+VOCABULARY = 16_032  # tokens of a step are below this number, the vocabulary of Llama-3.1-8B with 4 of 32 layers
+ROUNDING = 2**-7  # the relative rounding error of losses in bf16
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -35,10 +35,10 @@ def training_dtype() -> torch.dtype:
 
 
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
-    """Build a causal model with random weights, in NF4 with double quantization.
+    """Build a causal model with random weights in NF4 with double quantization.
 
-    All linear layers except the head become bitsandbytes' Linear4bit. Experts are packed by bitsandbytes'
-    ``replace_parameter_4bit``.
+    All linear layers except the head become bitsandbytes' Linear4bit. bitsandbytes' ``replace_parameter_4bit`` packs the
+    experts.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
 
 
 def shortened(whole: Any, layers: int) -> Any:
-    """Return the configuration with fewer layers, and with a vocabulary that is smaller in the same proportion."""
+    """Return a copy of the configuration with fewer layers and a proportionally smaller vocabulary."""
     config = copy.deepcopy(whole)
     config.num_hidden_layers, config.vocab_size = layers, max(8, whole.vocab_size * layers // whole.num_hidden_layers)
     if getattr(config, "layer_types", None):
@@ -93,7 +93,7 @@ def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **optio
 
 
 def with_liger(model: Any) -> str:
-    """Apply Liger's kernels, as transformers' Trainer does, and say so. Without Liger, or for an unknown model, do nothing."""
+    """Apply Liger's kernels to a model if possible. Return a phrase that says whether they are used."""
     if not release_of("liger_kernel") or not torch.cuda.is_available():
         return "without Liger"
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -108,14 +108,14 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
 
 
 def reset(model: Any) -> list[torch.nn.Parameter]:
-    """Put the model in training mode, set its adapters to fixed random numbers and return them.
+    """Put the model in training mode, set its adapters to fixed random numbers, and return the adapters.
 
-    The numbers are the same in every dtype, up to rounding.
+    Up to rounding, the numbers are the same in every dtype.
     """
     model.train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in trained(model):  # peft initializes B to zero, so adapters would not affect the loss
+        for parameter in trained(model):  # with B = 0, as peft initializes it, adapters would not affect the loss
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
     return trained(model)
 
@@ -140,13 +140,12 @@ class Step:
 
 
 def synchronize() -> None:
-    """Synchronize the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
-    """Return the wall-clock milliseconds of a step, once per round of ``steps`` steps without a synchronization in between."""
+    """Return the wall-clock milliseconds of a step in each round, which synchronizes only after ``steps`` steps."""
     found = []
     for _ in range(rounds):
         synchronize()
@@ -159,12 +158,12 @@ def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Return (name, milliseconds) of each kernel and copy that a call launches, from PyTorch's profiler."""
+    """Return the name and the milliseconds of each kernel and copy that a call launches, from PyTorch's profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # .events() would build a tree, which takes 0.3 s per step
+    events = profiler.profiler.kineto_results.events()  # profiler.events() would take 0.3 s per step to build a tree
     on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
     return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]
 

@@ -1,4 +1,4 @@
-"""``nf4-patch verify``: compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
+"""The command ``nf4-patch verify``, which compares the kernel with bitsandbytes on this machine's GPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """Return how many elements differ, and a sentence about the first one."""
+    """Return how many elements differ, and a sentence about the first difference."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)

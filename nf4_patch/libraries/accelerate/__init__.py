@@ -1,4 +1,4 @@
-"""What nf4_patch looks up in accelerate. Nothing is replaced there."""
+"""The module of accelerate that nf4_patch reads. No function of accelerate is replaced."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ LAYERS = "bitsandbytes.nn.modules"
 AUTOGRAD = "bitsandbytes.autograd._functions"
 OPS = "bitsandbytes.backends.cuda.ops"
 PARAMETRIZE = "bitsandbytes.nn.parametrize"
-STATE = ".quant_state.bitsandbytes__"  # A checkpoint holds a QuantState under the key: weight + STATE + quant_type.
-# bitsandbytes saves the parts of a QuantState under keys that consist of the weight's key, a dot and one of FIELDS.
+STATE = ".quant_state.bitsandbytes__"  # A QuantState's key in a checkpoint is the weight's key + STATE + quant_type.
+# The keys of a QuantState's parts in a checkpoint are the weight's key + "." + one of these fields.
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
 
 LIBRARY = Library(

@@ -1,4 +1,4 @@
-"""Adapters for bitsandbytes: dequantization, and the forward of 4-bit linear layers."""
+"""Replacements for bitsandbytes' dequantization, and for its forward of 4-bit linear layers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
-    """Return whether these arguments of ``dequantize_4bit`` add nothing to the quant_state.
-
-    That is so if each argument is the function's default, or equal to the quant_state's field of this name.
-    """
+    """Return whether each of these arguments of ``dequantize_4bit`` is its default, or equals the quant_state's field."""
     return (
         (absmax is None or absmax is getattr(state, "absmax", None))
         and (blocksize is None or blocksize in (64, getattr(state, "blocksize", None)))
@@ -44,8 +41,8 @@ def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
 
 @served(readers=AUTOGRAD)
 def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Any:
-    """Adapter for ``bitsandbytes.functional.dequantize_4bit``."""
-    # The defaults are checked here to save a call of ``agrees``, which takes 0.07 us (2-core CPU machine, Python 3.11).
+    """Replace ``bitsandbytes.functional.dequantize_4bit``."""
+    # Checking the defaults here saves a call of ``agrees``, which takes 0.07 us (2-core CPU machine, Python 3.11).
     defaults = absmax is None and blocksize is None and quant_type == "fp4"
     if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
         return Reason.ARGUMENTS
@@ -56,10 +53,10 @@ def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize
 
 
 def dequant_linear(target: Target, original: Function) -> Function:
-    """Return the replacement of ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``.
+    """Replace ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``.
 
-    The replacement dequantizes the weight to the dtype of ``A`` and calls ``F.linear``. The original is the body of a
-    custom op, which torch.compile does not look into. So torch.compile never traces the replacement.
+    The replacement dequantizes the weight to the dtype of ``A`` and calls ``F.linear``. torch.compile never traces the
+    replacement, because the original is the body of a custom op.
     """
     dequantizer = Dequantizer(target.name)
     multiply, gate = FusedMatmul(target.name, dequantizer.fallbacks).run, switch.gates["matmul"]
@@ -85,7 +82,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
             return cpu_packing_or(weight, absmax)
         if missed is not None and not missed.is_expected:
             dequantizer.fallbacks.count(missed)
-        # If the packed bytes have the shape [1, bytes], ``weight`` is transposed. F.linear needs it transposed back.
+        # If the packed bytes have the shape [1, bytes], ``weight`` is transposed, so transpose it back for F.linear.
         return F.linear, A, weight.t() if B.shape[0] == 1 else weight, bias
 
     return replacement_of(target, original, dequantizer.fallbacks, attempt, is_body=True, refuses=True)
@@ -103,13 +100,10 @@ def gemm(
 
 
 def matmul_4bit(target: Target, original: Function) -> Function:
-    """Make the replacement for ``bitsandbytes.autograd._functions.matmul_4bit``.
-
-    If a gradient is required, the original runs.
+    """Replace ``bitsandbytes.autograd._functions.matmul_4bit`` in calls that require no gradient.
 
     For few rows, the replacement runs the fused matmul directly and skips bitsandbytes' op, because the dispatch of the
-    op takes longer than the matmul. Before bitsandbytes 0.50 the replacement accepts only a transposed packed weight.
-    Since 0.50 it accepts both layouts.
+    op takes longer than the matmul. Before bitsandbytes 0.50, the packed weight must be transposed.
     """
     fused = FusedMatmul(target.name)
     code = getattr(inspect.unwrap(original), "__code__", None)
@@ -125,7 +119,7 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
-    """Replace ``bitsandbytes.functional.gemv_4bit``. Before bitsandbytes 0.50, Linear4bit calls it for one row."""
+    """Replace ``bitsandbytes.functional.gemv_4bit``, which Linear4bit before bitsandbytes 0.50 calls for one row."""
     return fused.one_row(A, B, state, out)
 
 
@@ -141,7 +135,7 @@ def call_gemv(original: Function, x: Tensor, weight: PackedWeight, state: Any) -
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that the users of spare memory get the size of ``A``."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function to report the size of ``A`` to the users of spare memory."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if spare.users and len(args) > 1:

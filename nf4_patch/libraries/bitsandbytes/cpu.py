@@ -1,4 +1,4 @@
-"""Dequantize the weights that bitsandbytes' own code for the CPU dequantizes wrongly.
+"""Dequantize the weights that bitsandbytes' own CPU code dequantizes wrongly.
 
 On CPUs with AVX-512, bitsandbytes 0.49 and 0.50 begin a new quantization block at each row of the weight. That
 gives wrong scales unless the row length is a multiple of the blocksize. See docs/notes/dequantize-4bit-rows.md.
@@ -27,7 +27,7 @@ from . import AUTOGRAD
 
 
 def why_wrong() -> str:
-    """Return a sentence that names the fault of bitsandbytes on this CPU."""
+    """Describe bitsandbytes' bug on this CPU in a sentence."""
     return (
         f"bitsandbytes {release_of('bitsandbytes')} dequantizes a weight wrongly on this CPU if its rows are no multiple of the "
         "blocksize (see docs/notes/dequantize-4bit-rows.md)"
@@ -36,7 +36,7 @@ def why_wrong() -> str:
 
 @functools.cache
 def misreads_rows() -> bool:
-    """Return whether bitsandbytes' code for this CPU begins a quantization block at each row. Try it with a small weight."""
+    """Try on a small weight whether bitsandbytes' code for this CPU begins a quantization block at each row."""
 
     def try_it() -> bool:
         packed, absmax = torch.zeros(80, 1, dtype=torch.uint8, device="cpu"), torch.arange(1.0, 4.0, device="cpu")
@@ -45,21 +45,19 @@ def misreads_rows() -> bool:
 
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):  # bitsandbytes before 0.46 has no such code for the CPU
         return False
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # in a new thread, because modes and transforms of this thread do not apply there
+    with ThreadPoolExecutor(1) as pool:  # modes and transforms of this thread do not apply in a new thread
         return pool.submit(try_it).result()
 
 
 def corrected(target: str, packed: Any, state: Any, out: Tensor | None) -> Tensor | None:
-    """Return the dense weight if bitsandbytes would dequantize it wrongly. Otherwise return None: the original runs.
+    """Return the dense weight if bitsandbytes would dequantize it wrongly. Otherwise return None, so that the original runs.
 
-    bitsandbytes 0.50's layers multiply by the wrongly dequantized weight, in an op that is not replaced. So their backward
-    also gets that weight, because the gradient would not fit the forward otherwise.
+    The forward of bitsandbytes 0.50's layers uses the wrongly dequantized weight, in an op that is not replaced. Return
+    None in their backward too, because the gradient would not match the forward otherwise.
     """
     if is_compiling() or not isinstance(packed, Tensor):
         return None
-    with torch._C.DisableTorchFunction():  # a mode of the user does not see what is asked here
+    with torch._C.DisableTorchFunction():  # hide these checks from the user's modes
         if not is_wrong(packed, state, out) or (
             hasattr(torch.ops.bitsandbytes, "gemm_4bit") and is_called_by(AUTOGRAD)
         ):

@@ -1,4 +1,4 @@
-"""A packed stack in its module: the parameter of packed bytes, and the ParametrizationList that decodes them."""
+"""The parameter that holds the bytes of a packed stack, and the ParametrizationList that decodes them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LORA_LAYERS = MODULES["LoRA layers"]
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """Packed bytes, which casting the model never changes.
+    """Packed bytes that a cast of the model does not change.
 
-    peft, transformers, accelerate and TRL recognize packed bytes by this class name. They count a byte as two weights, and neither
-    cast nor shard it.
+    peft, transformers, accelerate and TRL recognize packed bytes by this class name. They count two weights per byte, and
+    neither cast nor shard the bytes.
     """
 
-    # Switch ``__torch_function__`` off. The version of bitsandbytes is written in Python.
-    # That Python code costs 11 us per layer each time the weight is read (2-core CPU machine, Python 3.11).
+    # bitsandbytes' own ``__torch_function__`` costs 11 us per layer each time the weight is read (2-core CPU machine,
+    # Python 3.11).
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the parameter and its QuantState. A dtype is ignored."""
+        """Move the parameter and its QuantState to a device. Ignore a dtype."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self if device is None else super().to(device=device, non_blocking=non_blocking)  # type: ignore[misc]
 
@@ -40,7 +40,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        # ``memo`` remembers the copy of the QuantState, so that the copy of the parametrization shares this QuantState.
+        # Pass ``memo``, so that the copies of the parameter and of its parametrization share one QuantState.
         copied.quant_state = copy.deepcopy(self.quant_state, memo)
         return copied
 
@@ -48,7 +48,8 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 def end_caching(module: torch.nn.Module) -> None:
     """Make bitsandbytes stop caching dense stacks even if the module's forward raises an exception.
 
-    Before 0.50, an exception skips the hook that ends the caching, and gradient checkpointing ends its recompute with one.
+    Before 0.50, an exception skips the hook that ends the caching. Gradient checkpointing ends each recompute with an
+    exception.
     """
     library: Any = sys.modules[PARAMETRIZE]
     for key, hook in module._forward_hooks.items():
@@ -57,22 +58,23 @@ def end_caching(module: torch.nn.Module) -> None:
 
 
 class Merged(NamedTuple):
-    """Original bytes of a stack into which adapters were merged, and hashes of the stack after the merge."""
+    """Original bytes and QuantState of a stack into which adapters were merged."""
 
-    packed: Tensor  # The bytes are in host memory, because a copy on the GPU would take as much as the packed stack.
+    packed: Tensor  # in host memory, because a second copy on the GPU would take too much memory
     state: Any
-    content: dict[str, Any] | None = None
+    content: dict[str, Any] | None = None  # hashes of the stack after the merge
 
 
 PART = 2**24  # bytes that are hashed at a time
-# These are the constants of splitmix64: the increment, and then the shift and the factor of each round.
+# Constants of splitmix64: the increment, and then the shift and the factor of each round.
 STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -7723592293110705685), (31, 1)
 
 
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the shape, the dtype, and a 64-bit hash of the bytes, which is the same on every device.
+    """Return the shape, the dtype, and a 64-bit hash of the bytes that is the same on every device.
 
-    Words of 8 bytes plus their index times STEP are mixed as in splitmix64 (Steele, Lea and Flood, 2014) and summed.
+    To each word of 8 bytes, add its index times STEP. Mix the sum as in splitmix64 (Steele, Lea and Flood, 2014), and add
+    up the results.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
@@ -85,20 +87,21 @@ def hash_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
-    """Return hashes of the packed bytes and of the QuantState's parts by name. Copies have the same hashes."""
+    """Return a hash of the packed bytes and of each part of the QuantState, by name."""
     return {name: hash_of(each) for name, each in {"": packed, **state.as_dict(packed=True)}.items()}
 
 
 class Chain(parametrize.ParametrizationList):
     """ParametrizationList of a packed stack with LoRA adapters. Every change clears the parametrize cache.
 
-    If peft's forward runs, it appends its LoRA here before each forward and removes it afterwards, which the cache would not notice.
+    peft's own forward appends a parametrization for LoRA and removes it afterwards. The cache would not notice that.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization, and clear the cache, which ``register_parametrization`` filled without it.
+        """Append a parametrization. Clear the cache, because ``register_parametrization`` read the weight without it.
 
-        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So a ``_LoraFactorsProxy`` becomes both.
+        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each
+        ``_LoraFactorsProxy`` an instance of both classes.
         """
         layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
@@ -115,14 +118,14 @@ class Chain(parametrize.ParametrizationList):
         return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
-        """Return a copy of the packed bytes in host memory, and the QuantState, for unmerging."""
+        """Return the QuantState and a copy of the packed bytes in host memory, which ``requantize`` restores later."""
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
         """Write new packed bytes in place, and set their QuantState."""
         original: Any = self.original
         original.copy_(packed)
-        state.to(original.device)  # The model may have moved to another device while adapters were merged.
-        # The parametrization and the parameter share one QuantState, so that it moves together with the parameter.
+        state.to(original.device)  # the model might have moved to another device while adapters were merged
+        # The parametrization shares the parameter's QuantState, so that both move with the model.
         self[0].quant_state = original.quant_state = state
-        parametrize._cache.clear()  # Inside ``parametrize.cached()``, the cache may hold the previous dense weight.
+        parametrize._cache.clear()  # inside ``parametrize.cached()``, the cache might hold the previous dense weight

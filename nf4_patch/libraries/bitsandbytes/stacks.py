@@ -1,7 +1,7 @@
 """Find the packed stacks of a module, and read their bytes without PyTorch's parametrization.
 
-bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` packs a stack of experts and puts a PyTorch parametrization in front of
-it. Every read of the weight, such as ``module.gate_up_proj``, then decodes all experts.
+bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` packs a stack of experts and registers a PyTorch parametrization.
+With it, every read of the weight, such as ``module.gate_up_proj``, decodes all experts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .cpu import corrected
 
 
 def functions() -> Any:
-    """Return ``bitsandbytes.functional``, which the caller may be the first to import."""
+    """Import and return ``bitsandbytes.functional``."""
     return importlib.import_module(FUNCTIONS)
 
 
 def decoded(packed: Tensor, state: Any) -> Tensor:
-    """Decode a stack without the kernel."""
+    """Decode a stack with bitsandbytes' code or, where that code is wrong, with PyTorch operators."""
     from bitsandbytes.functional import dequantize_4bit  # Dynamo can trace this import
 
     right = corrected("packed experts", packed, state, None)
@@ -38,18 +38,15 @@ def decoded(packed: Tensor, state: Any) -> Tensor:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by the stack's name.
-
-    The first parametrization in each list is bitsandbytes' own.
-    """
+    """Return the ParametrizationList of each packed stack of a module, by name. Each list starts with bitsandbytes' own."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch itself packed a stack, or prepared the stack for adapters.
+    """Return whether nf4_patch packed a stack, or prepared it for adapters.
 
-    nf4_patch then handles the saving and merging of the stack even while ``experts="4bit"`` is off.
+    Such a stack needs nf4_patch for saving and merging even while ``experts="4bit"`` is off.
 
     Args:
         chain: the ParametrizationList of the stack.
@@ -59,10 +56,7 @@ def is_managed(chain: Any) -> bool:
 
 
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
-    """Return the packed stacks of an experts module by name.
-
-    If the stacks must be read through the parametrization, return the Reason instead.
-    """
+    """Return the packed stacks of an experts module by name, or the Reason why the parametrization has to decode them."""
     packed = packed_chains(module)
     chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
     if not chains:
@@ -84,12 +78,12 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
     """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
 
-    If so, the packed bytes must not be read directly. For example, libraries for offloading and sharding load a weight
-    in a hook and free it in another hook. Such hooks are on the experts module, on the ParametrizationList, or on
+    If so, the packed bytes must not be read directly. For example, a library for offloading or sharding loads a weight
+    in one hook and frees it in another. Such a hook can be on the experts module, on the ParametrizationList, or on
     bitsandbytes' parametrization in that list.
 
-    bitsandbytes' own two hooks on the experts module do not count. They cache a dense stack during one forward. An
-    outer ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
+    bitsandbytes' own two hooks, which cache a dense stack during one forward, do not count. An outer
+    ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
 
     Args:
         chains: the ParametrizationList of each stack, by name.

@@ -1,4 +1,4 @@
-"""The library functions that fused LoRA computes itself. If somebody replaced one of them, peft's forward runs, which calls it."""
+"""The library functions that fused LoRA computes itself. If one of them was replaced, peft's forward runs and calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..bitsandbytes import LAYERS as NN
 from ..bitsandbytes import NAME, OPS
 from . import LINEAR_LAYERS as PEFT
 
-# Each function that fused LoRA computes: how users call it, and the module and name under which the library defines it.
+# For each function: its public name, and the module and name under which the library defines it.
 COMPUTED = (
     (f"{NAME}.nn.Linear4bit.forward", NN, "forward"),
     (f"{NAME}.matmul_4bit", MATMUL, "matmul_4bit"),
@@ -36,15 +36,15 @@ COMPUTED = (
 
 
 class Computed:
-    """Find out whether somebody replaced a function that fused LoRA computes itself. ``original``: peft's forward."""
+    """Find out whether somebody replaced a function in COMPUTED, or ``original``, which is peft's forward."""
 
     def __init__(self, original: Any):
         package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Return the functions of COMPUTED that are in place now. Attributes in the code are faster than a loop."""
-            ops = sys.modules.get(OPS)  # bitsandbytes imports it if there is a GPU
+            """Look up the functions of COMPUTED. Spelling them out is faster than a loop."""
+            ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
             return (
                 base.forward, package.matmul_4bit, decode.dequantize_4bit, decode.gemv_4bit,
                 getattr(ops, "_gemm_4bit_kernel_impl", None), getattr(ops, "_dequant_linear_fallback", None),
@@ -55,7 +55,7 @@ class Computed:
 
         self.current = current
         self.original = "" if is_own(original, PEFT, "forward") else f"{PEFT}.Linear4bit.forward"
-        # These functions were found to be the libraries' own, or nf4_patch's. A user's function is never stored.
+        # Functions known to be the libraries' own or nf4_patch's. A user's function is never stored.
         self.verified: tuple[Any, ...] = (None,) * len(COMPUTED)
 
     def replaced(self) -> str:
@@ -70,7 +70,7 @@ class Computed:
 
 
 def say(name: str) -> None:
-    """Log once that a replaced function runs."""
+    """Log once that peft's forward runs, because the function ``name`` was replaced."""
     warn_once(
         f"nf4_patch: peft's forward runs, because {name} is not the library's own function. "
         'To use lora="fused" or matmul="auto" there, take the other function out'

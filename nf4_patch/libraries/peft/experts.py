@@ -1,7 +1,8 @@
-"""peft's LoRA on the experts of transformers' mixtures, packed or dense, which ``target_parameters`` names.
+"""Replacements for peft's LoRA on packed or dense experts, which ``target_parameters`` names.
 
-peft puts a ``ParamWrapper`` around the experts module for each stack, and adds B·A to the dense stack in each forward. nf4_patch's
-forward gets A and B from the wrapper and multiplies by them separately (product.py). peft still names and saves the adapters.
+peft puts a ``ParamWrapper`` around the experts module for each stack, and adds B·A to the dense stack in each forward.
+nf4_patch's forward gets A and B from the wrapper and multiplies by them separately (moe/product.py). peft still names and
+saves the adapters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RANKS = 8
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """Return the QuantStates of packed stacks by name, without those that have a second parametrization, such as peft's LoRA."""
+    """Return the QuantState of each packed stack by name. Skip stacks with a second parametrization, such as peft's LoRA."""
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -47,9 +48,10 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """Return (left, right) of all active adapters, concatenated along the rank. left @ right is what peft would add to the stack.
+        """Return (left, right) of all active adapters, concatenated along the rank. peft would add left @ right to the stack.
 
-        peft stores lora_A as [experts * rank, in], and lora_B as [out, rank * experts]. ``product.Lora`` gives the result's shapes.
+        peft stores lora_A as [experts * rank, in], and lora_B as [out, rank * experts]. See ``moe.product.Lora`` for the
+        shapes of the result.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -59,12 +61,12 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 takes the weight [experts, out, in] for [experts, in, out], so its A and B have changed roles.
+        # Before 0.19, peft mistook a stack [experts, out, in] for [experts, in, out], which swapped the roles of A and B.
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
 def forward(target: Target, original: Function) -> Function:
-    """Replace ``ParamWrapper.forward``: register the wrapper in ``active_wrappers``, where the forward of the experts finds it."""
+    """Replace ``ParamWrapper.forward`` to register the wrapper in ``active_wrappers`` for the forward of the experts."""
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -90,15 +92,16 @@ def forward(target: Target, original: Function) -> Function:
     return replacement_of(target, original, Fallbacks(target.name), instead(run), torch._dynamo.disable(run))
 
 
-# --- finding, merging ---
+# --- loading and merging adapters ---
 
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    peft finds a parametrized weight only by its full name, and visits it in another order, which decides the names in the adapter's
-    file. The dense parameters are in the order of transformers' classes: the down projection comes last.
+    peft would find a parametrized weight only by its full name, and would visit the stacks in another order. This order
+    decides the names in the adapter's file. So the dense parameters have the order of transformers' classes, where the
+    down projection is last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -122,10 +125,10 @@ def seen_dense(module: Any) -> Iterator[None]:
 
 @around
 def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``PeftConfigMixin.from_json_file``, whose caller loses two facts about an adapter's file.
+    """Replace ``PeftConfigMixin.from_json_file`` to preserve two facts about an adapter's file.
 
-    peft drops unknown fields, so Unsloth's layout of lora_B is copied to ``auto_mapping``, where newer Unsloth stores it. And peft
-    fills in its own version for a missing ``peft_version``, which means 0.17 here.
+    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it. peft
+    would also set a missing ``peft_version`` to its own version, so set it to 0.17.
     """
     written = original(cls, *args, **kwargs)
     if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
@@ -140,13 +143,13 @@ def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Raise an error if the adapter's tensors have the right shapes, but their elements another order than peft expects.
+    """Raise an error if the adapter's tensors have the right shapes, but hold their elements in an order that peft misreads.
 
     Args:
-        stacks: only their ``shape``, [experts, ...], is used.
+        stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 wrote A and B swapped and the experts are square, so that no shape shows it, or Unsloth before
+        ValueError: peft before 0.19 swapped A and B of square experts, which the shapes do not show, or Unsloth before
             2026.9.6 wrote lora_B as [out, experts * rank].
     """
     import peft
@@ -177,7 +180,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
 
 
 def refuse_copies(module_name: str, peft_config: Any) -> None:
-    """Raise an error if peft would copy a module with packed stacks, and so the placeholders of ``seen_dense``.
+    """Raise an error if peft would copy a module with packed stacks. The copy would hold the placeholders of ``seen_dense``.
 
     Raises:
         ValueError: ``modules_to_save`` names the module or a parent of it, or ``layer_replication`` is set.
@@ -204,8 +207,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's config names.
 
     PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft
-    would put LoRA on this module instead of on the stack. So the replacement shows peft a dense parameter with that
-    name.
+    would put LoRA on this module, so show peft a dense parameter with that name instead.
     """
     from ..bitsandbytes.packed import Chain, end_caching
 
@@ -228,7 +230,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``ParamWrapper.merge`` and ``unmerge``: requantize the stack that peft changed.
+    """Replace ``ParamWrapper.merge`` and ``unmerge`` to requantize the stack that peft changed.
 
     An interrupt leaves the packed stack and ``merged_adapters`` both changed or both unchanged.
     """
@@ -240,26 +242,26 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     from ..bitsandbytes.packed import Chain
 
     chain.__class__ = Chain
-    # ``parametrize.cached()`` makes peft write into the same dense weight that ``requantize`` reads.
-    # Inference mode must be off, because training cannot use tensors that were made in inference mode.
+    # With ``parametrize.cached()``, ``requantize`` reads the dense weight into which peft wrote. Inference mode must be
+    # off, because training cannot use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
         stack.callback(parametrize._cache.clear)
         stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
-        # peft changes a copy of the list, and ``requantize`` updates the original list.
+        # Give peft a copy of the list, because ``requantize`` updates the original list.
         vars(self)["merged_adapters"] = list(adapters)
         try:
             original(self, *args, **kwargs)
-        except Exception:  # One adapter was broken, but peft has already merged the adapters before it.
+        except Exception:  # an adapter was broken, but peft has already merged the adapters before it
             requantize(self, chain, adapters)
             raise
         requantize(self, chain, adapters)
 
 
 def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
-    """Requantize a stack after a merge, or restore the original bytes once nothing is merged.
+    """Requantize a stack after a merge, or restore the original bytes if no adapter is merged any more.
 
     Args:
-        adapters: the adapters merged into the packed bytes before. Updated in place.
+        adapters: the adapters that are merged into the packed bytes so far. The list is updated in place.
     """
     from ..bitsandbytes.packed import content_of
 
@@ -288,6 +290,6 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
 
     try:
         replace()
-    except BaseException:  # An interrupt may have stopped ``replace`` halfway, so run it again from the start.
+    except BaseException:  # an interrupt might have stopped ``replace`` halfway, so run it again
         replace()
         raise

@@ -1,7 +1,7 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-A call runs as one autograd function (function.py), in two kernel launches for few rows without a gradient (matmul/lora.py), or
-as peft's own forward.
+A call runs as one autograd function (lora/function.py), in two kernel launches for few rows without a gradient
+(matmul/lora.py), or as peft's own forward.
 """
 
 from __future__ import annotations
@@ -37,21 +37,25 @@ from ..bitsandbytes import FUNCTIONS, LAYERS
 from . import LINEAR_LAYERS
 from .computed import Computed, say
 
-# FEW_ROWS: up to this many rows, in a call without a gradient, ``run`` lets the base layer compute the base product.
-# The base layer can multiply few rows straight by the packed weight: in bitsandbytes, and with enable(matmul="auto").
+# Without a gradient and for up to this many rows, ``run`` calls the base layer, which might multiply directly by the packed
+# weight, with bitsandbytes' kernel or with enable(matmul="auto").
 FEW_ROWS = 128
-# Supported classes of A, B and dropout.
+# The supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 BF16, FP32 = torch.bfloat16, torch.float32
 MODES = Reason.FUNCTION_MODE, Reason.DISPATCH_MODE
 lora_gate, matmul_gate = switch.gates["lora"], switch.gates["matmul"]
-# unsafe_view reshapes a tensor that nobody else holds. F.linear also uses it.
-# If ``run`` returned an ordinary view, nobody could write to the view after a change of the grad mode.
+# Reshapes a tensor that nobody else holds, as in F.linear. An ordinary view as the result of ``run`` could not be written
+# to after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
-    """Return [A, B, dropout, scaling] of each active adapter, or the Reason why peft's forward has to run. ``hooked``: look for hooks."""
+    """Return (A, B, dropout, scaling) of each active adapter, or the Reason why peft's forward has to run.
+
+    Args:
+        hooked: whether to look for hooks.
+    """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
     modules = layer._modules  # this lookup is faster than the module's __getattr__
     all_a, found = modules["lora_A"]._modules, []
@@ -68,7 +72,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
             if type(part) not in kinds or (hooked and is_called_otherwise(part)):
                 return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
-        # PLAIN contains Tensor as well as Parameter, because FSDP1 replaces parameters by views, which are Tensors.
+        # PLAIN contains Tensor besides Parameter, because FSDP1 replaces parameters by views, which are Tensors.
         if not {type(a), type(b)} <= PLAIN:
             return Reason.LORA_HOOKED
         # Without autocast, A and B must have the dtype of x, or they must be in fp32 and peft must cast x to fp32.
@@ -80,10 +84,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and ``base`` one of bitsandbytes' 4-bit classes.
+    """Return whether ``layer`` has peft's own class, and ``base`` one of bitsandbytes' 4-bit classes and no hooks.
 
     Args:
-        hooked: whether to look for hooks. If True, the result is False if a call of ``base`` runs a hook.
+        hooked: whether to look for hooks.
     """
     library = sys.modules[LAYERS]
     return (
@@ -94,11 +98,11 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 
 
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype of the base product, and the dtype that the weight is decoded to, or None if they are not supported.
+    """Return the dtype of the base product and the dtype of the decoded weight, or None if they are not supported.
 
-    The product has the dtype of autocast, or else of x. The weight is decoded to the layer's compute dtype, which the saved files
-    decide for a 4-bit checkpoint, so one can be fp16 and the other bf16. Without autocast, if only one of x's dtype and the compute
-    dtype is fp32, peft rounds the sum differently than one function would: None.
+    The product has the dtype of autocast or, without autocast, of x. The weight is decoded to the layer's compute dtype
+    unless that is fp32. This dtype can differ from the product's, because a 4-bit checkpoint stores it. Without autocast,
+    the result is None if only one of x's dtype and the compute dtype is fp32, because peft rounds the sum differently then.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -114,7 +118,7 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 
 
 def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor, float] | Reason:
-    """Return A, B and the scaling of the only adapter, or the Reason why the fused matmul of few rows cannot add it."""
+    """Return A, B and the scaling of the only adapter, or the Reason why the fused matmul cannot add its product."""
     if len(adapters) != 1:
         return Reason.LORA_OPERANDS
     a, b, dropout, scale = adapters[0]
@@ -133,12 +137,12 @@ def run(
     """Compute the layer's result [..., out] for x [..., in].
 
     Args:
-        dtype: of the product with the base weight.
+        dtype: the dtype of the product with the base weight.
         dense: returns the base weight, [out, in].
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    is_cast = x.dtype is not dtype  # True if autocast casts x. Then peft adds LoRA in fp32
+    is_cast = x.dtype is not dtype  # True if autocast casts x, and peft therefore adds LoRA in fp32
     summed = FP32 if is_cast else dtype
     products: list[Adapter] = []
     tensors: list[Any] = []
@@ -154,7 +158,7 @@ def run(
         kind = WideFactors if wide and supports(z, a, out_features) else Factors
         is_x = not (dropped or is_cast)
         products.append((kind, scale, is_x))
-        # If z is x, None is passed as z. If x were passed twice, compiled autograd would add a gradient to None.
+        # Pass None for a z that is x. With x passed twice, compiled autograd would add a gradient to None.
         tensors += None if is_x else z, a, b
     later, bias = None, base.bias
     if bias is not None:
@@ -171,20 +175,21 @@ def run(
     return result
 
 
-# Dynamo must not compile ``run`` apart from the layer that calls it.
-# On a T4, Dynamo skips the frame of a layer that uses bf16, and would then compile the functions that the layer calls.
+# On a T4, Dynamo skips the frame of a layer that uses bf16, and would compile the functions that the layer calls, such as
+# ``run``.
 context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
     """Replace ``peft.tuners.lora.bnb.Linear4bit.forward``.
 
-    Dynamo traces peft's forward, whose operations Inductor fuses. Only for few rows with ``matmul="auto"``, it traces our custom op.
+    Dynamo traces peft's forward, because Inductor fuses its operations. For few rows with ``matmul="auto"``, Dynamo traces
+    nf4_patch's custom op instead.
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedMatmul(target.name, dequantizer.fallbacks)
     replaced = Computed(original).replaced
-    # While Dynamo traces, it calls the function and takes the answer as a constant.
+    # Dynamo calls this function during the trace, and treats the result as a constant.
     replaced_in_trace: Any = lambda: replaced() != ""  # noqa: E731
     replaced_in_trace._dynamo_marked_constant = True
     attempt: Any = dequantizer.fallbacks.attempt
@@ -213,7 +218,7 @@ def linear(target: Target, original: Function) -> Function:
             return fused.run(x, weight, bias, None, adapter)
 
     def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """While Dynamo traces: return the custom op's result for few rows without a gradient, or the Reason to trace peft's forward."""
+        """Return the custom op's result for few rows without a gradient, or the Reason why Dynamo has to trace peft's forward."""
         if not matmul_gate.on or torch.is_grad_enabled():
             return Reason.MATMUL_OPERANDS
         if (watcher := context.watched_trace()) is not None:
@@ -238,10 +243,10 @@ def linear(target: Target, original: Function) -> Function:
         return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's result, or ``run`` with its arguments, or the Reason. A checkpoint's recompute repeats the forward's decision."""
+        """Return the layer's result, or ``run`` and its arguments, or a Reason. A recompute repeats the forward's decision."""
         if not lora_gate.on:
-            # Without lora="fused", our code runs only calls that require no gradient.
-            # Such a call saves no tensors, so its recompute may decide differently.
+            # Without lora="fused", only calls that require no gradient are handled. They save no tensors, so their
+            # recompute need not run the same code.
             return decide(self, x, args, kwargs, False)
         hooks: Any = context.saved_tensors_hooks(True)
         found = decisions_of(hooks[0]) if type(hooks) is tuple else None
@@ -256,7 +261,11 @@ def linear(target: Target, original: Function) -> Function:
         return result
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
-        """As ``prepare``. ``again``: a recompute whose forward used ``run``, which ignores hooks and modes that came after the forward."""
+        """Do the work of ``prepare``, which calls this function.
+
+        Args:
+            again: whether this is the recompute of a forward that used ``run``. If so, ignore later hooks and modes.
+        """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):
             return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA
@@ -297,8 +306,8 @@ def linear(target: Target, original: Function) -> Function:
             spare.observe(x)
         uses.hits += 1
         dtype, decoded = dtypes  # type: ignore[misc]
-        # ``run`` is returned, not called here, so that ``replacement_of`` calls ``run`` outside of its error handling.
-        # Inside ``run``, a checkpoint may end its recompute with an exception, which is not an error.
+        # Return ``run`` instead of calling it, so that ``replacement_of`` calls it outside of its error handling. A
+        # checkpoint can end its recompute with an exception inside ``run``, which is not an error.
         return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
     return replacement_of(target, original, dequantizer.fallbacks, prepare, traced)

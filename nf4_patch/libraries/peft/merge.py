@@ -1,8 +1,8 @@
 """Replacements for ``merge`` and ``unmerge`` of peft's LoRA on 4-bit linear layers.
 
-peft merges an adapter by quantizing the sum, and unmerges it by quantizing the difference. Each of the two rounds, so that a
-layer never gets its bytes back. The replacements keep a copy of the bytes in host memory, and put merged and original bytes
-into the same tensors. So CUDA graphs and cached weights stay valid.
+peft merges an adapter by quantizing the sum, and unmerges it by quantizing the difference. Both steps round, so the
+original bytes are lost. The replacements keep a copy of these bytes in host memory. They write merged and original bytes
+into the same tensors, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...patching.replacement import Fallbacks, Function, around
 from ...patching.switch import switch
 
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
-NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
+NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds an ``Unmerged``
 fallbacks = Fallbacks("peft.tuners.lora.bnb.Linear4bit.unmerge")
 
 
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, weight: Any) -> Parts | None:
-        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or does not count its writes."""
+        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or has no version counter."""
         state = getattr(weight, "quant_state", None)
         if state is None or type(weight).__name__ != "Params4bit" or weight.is_inference():
             return None
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 class Unmerged:
     """The bytes of a linear layer before adapters were merged into it.
 
-    ``marks`` identifies the layer's weight as nf4_patch left it, unmerged or merged. If other code changes the weight, the
+    ``marks`` identifies the contents that nf4_patch last gave to the layer's weight. If other code changes the weight, the
     marks differ, and the bytes are not restored.
     """
 
@@ -70,14 +70,14 @@ class Unmerged:
         self.marks = marks_of(weight)
 
     def holds(self, weight: Any) -> bool:
-        """Return whether the weight is as nf4_patch left it."""
+        """Return whether the weight is unchanged since the last ``mark``."""
         return self.weight() is weight and self.marks == marks_of(weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:
         copied: Unmerged = object.__new__(type(self))
-        copied.bytes, copied.bias = self.bytes, self.bias  # never written
+        copied.bytes, copied.bias = self.bytes, self.bias  # shared, because they are never written
         weight = self.weight()
-        twin = memo.get(id(weight))  # deepcopy copies the modules of a module before its other attributes
+        twin = memo.get(id(weight))  # deepcopy has copied the layer's modules before this attribute
         copied.weight = lambda: None
         copied.marks = ()
         if twin is not None and self.holds(weight):
@@ -85,7 +85,7 @@ class Unmerged:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the bytes out of a pickled model. After loading, peft's own ``unmerge`` runs."""
+        """Pickle None instead of the bytes, so that peft's own ``unmerge`` runs in the loaded model."""
         return type(None), ()
 
 
@@ -97,16 +97,17 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
 
 
 def unmerged(layer: Any) -> Unmerged | None:
-    """Return the bytes that peft's layer had before its merge, or None if its weight was changed since."""
+    """Return the bytes that peft's layer had before the merge, or None if other code has changed its weight."""
     saved = vars(layer).get(NAME)
     return saved if saved is not None and saved.holds(layer.get_base_layer().weight) else None
 
 
 @around
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``Linear4bit.merge``: keep the packed bytes, and move the merged ones to where the packed ones were.
+    """Replace ``Linear4bit.merge`` to save the packed bytes, and to write the merged bytes into the same tensors.
 
-    With ``offload`` alone, only move the bytes. Otherwise peft would leave each merged layer on the GPU.
+    With ``offload`` alone, save nothing. The same tensors are then needed because peft would leave each merged layer on
+    the GPU.
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)
@@ -127,7 +128,7 @@ def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
     attributes = dict(vars(before))
     try:
         yield
-    finally:  # one of several adapters may be broken, after peft has merged those before it
+    finally:  # if an adapter is broken, peft has already merged the adapters before it
         vars(before).clear()
         vars(before).update(attributes)  # peft has marked the weight as not quantized
         is_moved = base.weight is not before and (saved is not None or offload_gate.on)
@@ -136,9 +137,9 @@ def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
 
 
 def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
-    """Copy the merged bytes into the tensors of the weight ``before``, and give this weight back to the layer.
+    """Copy the merged bytes into the tensors of ``before``, and make ``before`` the layer's weight again.
 
-    Return False if they do not fit.
+    Return False if the bytes do not fit.
     """
     merged, into = Parts.of(base.weight), Parts.of(before)
     if merged is None or into is None or not into.fits(merged):
@@ -146,7 +147,7 @@ def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
     with torch.inference_mode(False), torch.no_grad():
         into.copy_(merged)
     if saved is None:
-        before.quant_state.dtype = base.weight.quant_state.dtype  # that of the sum, as peft leaves it
+        before.quant_state.dtype = base.weight.quant_state.dtype  # the dtype of the sum, as in peft
     else:
         saved.mark(before)
     base.quant_state = before.quant_state
@@ -156,7 +157,7 @@ def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
 
 @around
 def unmerge(original: Function, self: Any) -> None:
-    """Replace ``Linear4bit.unmerge``: restore the packed bytes and the bias."""
+    """Replace ``Linear4bit.unmerge`` to restore the packed bytes and the bias."""
     base, saved = self.get_base_layer(), unmerged(self)
     if not self.merged_adapters:
         original(self)

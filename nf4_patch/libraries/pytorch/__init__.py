@@ -12,7 +12,7 @@ TESTED = ("2.11.0", "2.13.0")
 
 CacheTarget = functools.partial(
     Target, option="cache", uncounted="its reads may come from the cache",
-    after=FUNCTIONS,  # this module imports torch, so by then torch is imported completely
+    after=FUNCTIONS,  # when this module is imported, the import of torch is complete
 )  # fmt: skip
 
 LIBRARY = Library(

@@ -1,7 +1,7 @@
 """Replacements for the functions of transformers and Liger that run the experts of a mixture.
 
-transformers decodes every expert, and in training saves the dense stack for the backward: 1.2 GB in bf16 per layer of
-Qwen3-30B-A3B. nf4_patch saves the packed stack, and in generation decodes only the needed experts.
+transformers decodes every expert, and in training saves the dense stack for the backward, which takes 1.2 GB in bf16 per
+layer of Qwen3-30B-A3B. nf4_patch saves the packed stack, and in generation decodes only the needed experts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Loads:
-    """Record whether a model was loaded with the option on. Then no warning of experts in 16 bits is needed."""
+    """Record whether a model was loaded with the option on, so that no warning about experts in 16 bits is needed."""
 
     seen = False
 
 
-@functools.cache  # The result is cached, because the function walks all objects of the process, which is slow.
+@functools.cache  # because walking all objects of the process is slow
 def is_nothing_packed() -> bool:
-    """Return whether this process holds no packed stack at all."""
+    """Return whether this process holds no packed stack."""
     library = sys.modules.get(PARAMETRIZE)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())
@@ -76,7 +76,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     """Replace a function that runs experts. Errors of nf4_patch's forward reach the caller.
 
     Args:
-        whole: the original multiplies by all experts' weights, and only reads them. False: it copies each row's weight.
+        whole: True if the original multiplies by whole stacks and only reads them. False if it copies each row's weight.
     """
     dequantizer = Dequantizer(target.name)
 
@@ -94,7 +94,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         if isinstance(refused, Reason):
             if not wrappers:
                 return refused
-            # nf4_patch's forward still runs, because it has to apply LoRA, but it reads the dense stack.
+            # nf4_patch's forward still has to run and apply LoRA, but it reads the dense stack.
             dequantizer.fallbacks.count(refused)
         for wrapper in wrappers:
             wrapper.is_asked = True
@@ -104,10 +104,10 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
-# ``grouped_mm`` replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.
-# ``grouped_mm`` also replaces ``LigerExperts.forward``, which decodes a packed stack in each pass and ignores LoRA.
+# Replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward, and ``LigerExperts.forward``, which
+# decodes a packed stack in each pass and ignores LoRA.
 grouped_mm = functools.partial(experts, whole=True)
-# ``batched_mm`` replaces ``batched_mm_experts_forward``. On a GPU, ``generate`` uses that function for one-token steps.
+# Replaces ``batched_mm_experts_forward``, which ``generate`` uses on a GPU for one-token steps.
 batched_mm = functools.partial(experts, whole=False)
 
 
@@ -118,7 +118,7 @@ def implementation_of(experts: Any) -> str | None:
 def supports(experts: Any, name: str, packed: bool) -> bool:
     """Return whether nf4_patch's forward of the experts will run and apply the LoRA adapters of a stack.
 
-    If not, peft's own code has to add B·A to the dense stack.
+    Otherwise, peft's own code has to add B·A to the dense stack.
 
     Args:
         name: the stack's name in ``experts``.
@@ -126,7 +126,7 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = type(experts).forward if bound is None else getattr(bound, "__func__", None)
-    if is_ours(function):  # ``function`` replaces another library's forward, and supports only packed experts.
+    if is_ours(function):  # it replaces another library's forward, and supports only packed experts
         return packed and is_own(function, FUSED, "forward")
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):

@@ -1,4 +1,4 @@
-"""Replacements of functions of transformers that more than one option replaces."""
+"""Replacements for transformers' decoder layers and for the decode steps of ``generate``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ compiled_call = around(steps.compiled_call)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
-    """Run a decoder layer as CUDA graphs, or else without its checkpoint, or else as transformers does."""
+    """Run a decoder layer as CUDA graphs. If that is refused, run it without its checkpoint, or else as transformers does."""
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
     return graphed(dataclasses.replace(target, or_option=""), inner, original)

@@ -1,8 +1,8 @@
 """Replacements for transformers' loading and saving, so that ``load_in_4bit`` packs the stacks of experts too.
 
-A stack is a tensor [experts, ...] of one weight, such as down_proj, of every expert of a layer. transformers quantizes each
-weight as soon as it is read. Until the model is loaded, a packed stack is a parameter with its QuantState as an attribute.
-Then it gets the parametrization of bitsandbytes' ``replace_parameter_4bit``.
+A stack is a tensor [experts, ...] that holds one weight, such as down_proj, of all experts in a layer. transformers
+quantizes each weight as soon as it is read. During loading, a packed stack is a parameter with its QuantState as an
+attribute. After loading, it gets the parametrization of bitsandbytes' ``replace_parameter_4bit``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .offload import planned
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
 WHOLE = (None, None)  # (converter, pattern) of a stack that was saved as one tensor, and needs no conversion
-LARGEST = 2**31 - 1  # A stack with more elements cannot be packed, because bitsandbytes counts in 32 bits on a GPU.
+LARGEST = 2**31 - 1  # the most elements of a stack that can be packed, because bitsandbytes counts in 32 bits on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".libraries.transformers.loading:"
 
@@ -62,13 +62,12 @@ def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
     """Return a parameter that holds packed bytes and has their QuantState as an attribute.
 
     Args:
-        packed: the packed bytes.
-        state: the QuantState as a dict, in the form in which bitsandbytes saves it.
+        state: the QuantState as a dict, in the format in which bitsandbytes saves it.
     """
     from ..bitsandbytes.packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
-    parameter._is_hf_initialized = True  # Without it, transformers initializes the parameter with random values.
+    parameter._is_hf_initialized = True  # otherwise, transformers would overwrite the parameter with random values
     return parameter
 
 
@@ -81,8 +80,8 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
     """Return the packed parameter, with its QuantState as an attribute.
 
     Raises:
-        ValueError: the packed bytes are not a multiple of bnb_4bit_quant_storage's item size, so that bitsandbytes would write past
-            the end of its result (docs/notes/quantize-4bit-storage.md).
+        ValueError: the number of packed bytes is not a multiple of bnb_4bit_quant_storage's item size, so bitsandbytes
+            would write past the end of its result (docs/notes/quantize-4bit-storage.md).
     """
     storage, nbytes = config.bnb_4bit_quant_storage, (stack.numel() + 1) // 2
     if nbytes % storage.itemsize:
@@ -104,11 +103,11 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """Replace ``get_hf_quantizer`` for gpt-oss in MXFP4: without that quantization in the config, ``Mxfp4`` decodes the stacks."""
+    """Replace ``get_hf_quantizer`` to remove MXFP4 from gpt-oss's config. The class ``Mxfp4`` decodes the stacks instead."""
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
-        del config.quantization_config  # The user's config keeps it, because from_pretrained passes a copy.
+        del config.quantization_config  # from_pretrained passes a copy, so the user's config keeps the attribute
     return original(config, quantization_config, *args, **kwargs)
 
 
@@ -134,7 +133,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
 
 
 def is_wanted(quantizer: Any, full_name: str) -> bool:
-    """Return whether ``llm_int8_skip_modules`` names neither the parameter nor a module that contains it."""
+    """Return whether ``llm_int8_skip_modules`` names neither the parameter nor a module that contains the parameter."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = full_name, full_name.rpartition(".")[0]
@@ -145,17 +144,17 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
     """Replace ``Bnb4bitQuantize.convert``, which quantizes weights during loading, to pack stacks too.
 
-    ``input_dict`` maps full names to weights. A stack already holds all experts of its layer.
+    ``input_dict`` maps full names to weights. A stack in it already holds all experts of its layer.
     """
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
     converted = {}
     for name in list(input_dict):
-        value = input_dict.pop(name)  # ``pop`` lets the dense stack be freed as soon as it is packed.
+        value = input_dict.pop(name)  # so that the dense stack is freed as soon as it is packed
         value = value[0] if isinstance(value, list) else value
         if self.hf_quantizer.param_needs_quantization(model, name):
-            # Empty the cache of the CUDA allocator before and after packing.
-            # Otherwise small tensors would fragment the memory that the next dense stack needs.
+            # Empty the cache of the CUDA allocator before and after packing. Otherwise, small tensors would fragment the
+            # memory that the next dense stack needs.
             empty_cache(value)
             value = quantize_stack(value, self.hf_quantizer.quantization_config)
             empty_cache(value)
@@ -165,7 +164,7 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A stack in MXFP4, which transformers indexes like a slice of a safetensors file. The result is decoded."""
+    """A stack in MXFP4, which is decoded when transformers indexes it like a slice of a safetensors file."""
 
     blocks: Any
     scales: Any
@@ -187,7 +186,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
-    saved: dict[str, dict[Any, list[str]]] = {}  # the checkpoint's keys by stack, and then by (converter, pattern)
+    saved: dict[str, dict[Any, list[str]]] = {}  # the checkpoint's keys, by stack and by (converter, pattern)
     for key in in_4bit if stacks else ():
         name, *part = where(key)
         if name in stacks:
@@ -214,7 +213,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
         for name, parts in saved.items():
             read = functools.partial(read_packed, state_dict, device=devices[name])
             packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
-            packed[name].quant_state.dtype = stacks[name].dtype  # The stack decodes to the dtype of the parameter.
+            packed[name].quant_state.dtype = stacks[name].dtype  # decode to the dtype of the model's parameter
             packed[name] = planning.placed(model, name, packed[name])
         for blocks in [key for key in state_dict if key.endswith("_blocks")]:
             key = blocks.removesuffix("_blocks")
@@ -233,8 +232,8 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds packed experts, such as {min(unread)}, for which "
             f"{type(model).__name__} of this release of transformers has no parameter. Load the original 16-bit model and pack it"
         )
-    # Record the used conversions, because saving a dequantized model reverses the recorded ones.
-    # Conversions that make only packed stacks did not run, but saving needs them too.
+    # Record the used conversions, because transformers reverses the recorded conversions when it saves a dequantized model.
+    # A conversion that makes only packed stacks did not run, but is needed for saving too.
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
         if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
@@ -243,7 +242,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion builds packed weights from saved QuantStates, which transformers cannot reverse when it saves."""
+    """Return whether a conversion builds packed weights from saved QuantStates. transformers cannot reverse it for saving."""
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
@@ -272,17 +271,17 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
 
 
 def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
-    """Return whether everything that ``conversion`` produces is a packed stack. ``names`` are all parameters of the model."""
+    """Return whether ``conversion`` produces only packed stacks. ``names`` are the names of all parameters of the model."""
     back = conversion.reverse_transform()
     made = {name for name in names if back.rename_source_key(name)[1] is not None}
     return bool(made) and made <= stacks.keys()
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """Return a function from a checkpoint's key to (name, converter, pattern).
+    """Return a function that maps a checkpoint's key to (name, converter, pattern).
 
-    ``name`` is the full name of the parameter, ``converter`` the entry of ``mapping`` that converts the tensor, and ``pattern`` its
-    source pattern that matches the key. The last two are None if the tensor needs no conversion.
+    ``name`` is the full name of the parameter. ``converter`` is the entry of ``mapping`` that converts the tensor, and
+    ``pattern`` is the source pattern that matches the key. The last two are None if the tensor needs no conversion.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -291,7 +290,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        # Look up the key without any conversion first, because a packed stack is saved under its full name.
+        # First look up the key without any conversion, because a packed stack is saved under its full name.
         for conversions in (([], []), (renamings, []), (renamings, converters)):
             name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
             if name in stacks:
@@ -311,9 +310,9 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
-    """Join experts that were packed one by one into one packed stack: concatenate their bytes and their absmax.
+    """Join experts that were packed one by one into one packed stack, by concatenating their bytes and their absmax.
 
-    Nested absmax is decoded to fp32 first, because its offset differs between experts. That takes 0.37 bits more per weight.
+    Nested absmax is first decoded to fp32, because its offset differs between experts. This takes 0.37 bits more per weight.
 
     Args:
         parts: the checkpoint's keys of the experts, by (converter, pattern) as in ``targets``.
@@ -356,9 +355,9 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
 
 @around
 def finish(original, self, model, **kwargs) -> Any:
-    """Replace ``_process_model_after_weight_loading``: give packed stacks bitsandbytes' parametrization.
+    """Replace ``_process_model_after_weight_loading`` to give packed stacks bitsandbytes' parametrization.
 
-    Pack stacks that are still dense, with a warning. Warn of experts that stay in 16 bits.
+    First pack stacks that are still dense, with a warning. Also warn about experts that stay in 16 bits.
     """
     from ..bitsandbytes.packed import end_caching
 

@@ -1,4 +1,4 @@
-"""Replacements for transformers' loading, so that each packed weight leaves the GPU before the next one comes."""
+"""Replacements for transformers' loading, so that each packed weight leaves the GPU before the next one is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...patching.placement import installed
 from ...patching.replacement import Function, around
 from . import TESTED_LOADING
 
-# Without this variable, transformers reads a packed checkpoint in threads, which would fill the GPU with it.
+# Without this variable, transformers reads a packed checkpoint in threads, which would fill the GPU with packed weights.
 IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -26,10 +26,10 @@ def warm_up(original: Function, model: Any, expanded_device_map: Any, hf_quantiz
 
 @around
 def put(original: Function, model: Any, target_name: str, param_value: Any, *others: Any, **kwargs: Any) -> None:
-    """Replace ``set_param_for_module``, which gets each weight once it is packed. Move the weight to host memory."""
+    """Replace ``set_param_for_module``, which stores each weight in the model, to move packed weights to host memory."""
     original(model, target_name, planning.placed(model, target_name, param_value), *others, **kwargs)
     if getattr(param_value, "quant_state", None) is not None and param_value.is_cuda and model in planning.plans:
-        # Otherwise small tensors would fragment the memory that the next dense weight needs.
+        # Otherwise, small tensors would fragment the memory that the next dense weight needs.
         torch.cuda.empty_cache()
 
 
@@ -38,10 +38,11 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
     """While a checkpoint is read into ``model``, move packed weights to host memory if ``offload`` is on.
 
     Args:
-        nested: whether each weight that the checkpoint holds packed is nested. The quantization config decides for others.
+        nested: for each weight that the checkpoint holds packed, whether it is nested. For other weights, the quantization
+            config decides this.
 
     Raises:
-        RuntimeError: nf4_patch cannot replace what it has to in this release of transformers.
+        RuntimeError: nf4_patch cannot replace a function that ``offload`` needs in this release of transformers.
         ValueError: a device mesh shards the weights.
     """
     from transformers.integrations.accelerate import get_device
@@ -63,7 +64,7 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
     ]
     if load_config.device_mesh is not None:
         raise ValueError(
-            "offload holds whole weights, and not those of tensor or expert parallelism. Use one of the two"
+            "offload supports neither tensor nor expert parallelism, because it moves whole weights. Use one of the two"
         )
     before = os.environ.get(IN_ORDER)
     try:

@@ -13,7 +13,7 @@ FAST_GEMV = (("X", "W", "quant_state", "out"),)
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 NAME, MODULE = "unsloth", "unsloth.kernels.utils"
 CHECKPOINTING = "unsloth_zoo.gradient_checkpointing"
-# Unsloth writes these fields into adapter_config.json. LAYOUT names one layout of lora_B, and LAYOUTS one per stack.
+# Fields that Unsloth writes into adapter_config.json. LAYOUT holds the layout of lora_B, and LAYOUTS one layout per stack.
 LAYOUT, LAYOUTS, FIXED = "lora_B_layout", "unsloth_fused_expert_lora", "unsloth_fixed"
 
 DEQUANTIZE = ".libraries.unsloth.adapters:fast_dequantize"

@@ -1,7 +1,7 @@
-"""Adapters for Unsloth: dequantization, and products of few rows with a packed weight.
+"""Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel. ``fast_dequantize`` leaves a call to Unsloth's kernel, unless the call is
-eager, and the weight cache can serve it or nf4_patch was measured to be faster on this GPU.
+Newer releases of Unsloth have their own NF4 kernel. That kernel runs, except in eager calls that the weight cache can
+serve, or on GPUs where nf4_patch was measured to be faster in eager calls.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...patching.switch import switch
 from ...patching.target import Target
 from . import MODULE
 
-# The name of a global variable of Unsloth. Unsloth sets the variable to False if its own NF4 kernel fails.
+# A global variable of Unsloth, which Unsloth sets to False if its own NF4 kernel fails.
 USES_OWN_KERNEL = "_USE_NF4_KERNELS"
 OWN_KERNEL_RELEASES = ">= 2026.10"
-# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
-# A call that writes into Unsloth's global buffer takes 7.6 us of host time with nf4_patch, 11.1 us with Unsloth.
-# A call that allocates its result takes 9.4 us of host time with nf4_patch, 24.0 us with Unsloth.
-# In GPU time nf4_patch is 1.02 times as fast for a weight of 591 MB (read and written), 1.35 times for 2.6 MB.
-# These times were measured on an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
+# The compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
+# A call that writes into Unsloth's global buffer takes 7.6 us of host time with nf4_patch, and 11.1 us with Unsloth.
+# A call that allocates its result takes 9.4 us of host time with nf4_patch, and 24.0 us with Unsloth.
+# In GPU time, nf4_patch is 1.02 times as fast for a weight of 591 MB (read and written), and 1.35 times for 2.6 MB.
+# These times are from an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel and read nothing from the weight "
@@ -46,18 +46,15 @@ def uses_own_kernel() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls run Unsloth's own kernel.
-
-    They do, unless Unsloth's kernel was measured to be slower (SLOWER_ON) on every GPU of the machine.
-    """
+    """Return whether eager calls run Unsloth's own kernel, because some GPU of the machine is not in SLOWER_ON."""
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
-    """Return the replacement of ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
+    """Replace ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    Compiled code runs Unsloth's own kernel in the releases that have one, because Inductor launches that kernel
-    directly, but would call nf4_patch's op through PyTorch's dispatcher.
+    Compiled code runs Unsloth's own kernel, if there is one, because Inductor launches that kernel directly, but would
+    call nf4_patch's op through PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
 
@@ -81,19 +78,19 @@ def fast_dequantize(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
-    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which multiply a single token: X [1, 1, K] to [1, 1, N].
+    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which multiply a single token X [1, 1, K]. The result is [1, 1, N].
 
-    While Dynamo traces, Unsloth's code runs.
+    Dynamo traces Unsloth's code instead.
     """
     return fused.one_row(X, W, quant_state, out)
 
 
 @multiplied_first
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
-    """Replace ``_gemv_rows``, which multiplies a batch of single tokens: X [M, 1, K] to [M, 1, N].
+    """Replace ``_gemv_rows``, which multiplies a batch of single tokens X [M, 1, K]. The result is [M, 1, N].
 
-    If the fused matmul does not support a call, return the Reason. Unsloth's ``_gemv_rows`` then runs. It may return
-    None, and then its caller dequantizes.
+    If the fused matmul does not support a call, Unsloth's ``_gemv_rows`` runs. If that returns None, its caller
+    dequantizes the weight.
     """
     return fused.of_state(X, W, quant_state, None, out)
 
@@ -102,13 +99,12 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
 
-    If the packed weight has the shape [1, bytes], Unsloth computes X @ W, without the transpose. The replacement does
-    not support such a weight, so Unsloth's code runs.
+    A packed weight of shape [1, bytes], for which Unsloth computes X @ W without the transpose, is not supported.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # If autocast or the weight has another dtype than X, Unsloth's function runs, because the results would differ.
-    # Unsloth multiplies in autocast's dtype, and rounds a weight of another dtype twice. The fused matmul does neither.
+    # If autocast or the weight has another dtype than X, the results would differ. Unsloth multiplies in autocast's dtype,
+    # and rounds a weight of another dtype twice. The fused matmul does neither.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return unsupported(X)
     rows = X.view(-1, X.shape[-1])
@@ -121,5 +117,5 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
 
 
 def rows_of_tokens(original: Function, x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call a matmul of Unsloth, which multiplies a batch of single tokens. So x [m, k] becomes [m, 1, k]."""
+    """Call a matmul of Unsloth, which takes a batch of single tokens, so x [m, k] is passed as [m, 1, k]."""
     return original(x.unsqueeze(1), weight.packed, state, None)

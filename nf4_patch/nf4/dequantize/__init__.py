@@ -1,1 +1,1 @@
-"""Dequantization of a packed weight, including its quantized scales, in one launch: kernel, reference and launch."""
+"""Dequantize a packed weight, including its quantized scales, with a single kernel launch."""

@@ -36,20 +36,17 @@ def warps_for(capability: tuple[int, int], numel: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Everything that the compilation of the kernel depends on, apart from the device.
-
-    The defaults describe a usual QLoRA weight.
-    """
+    """Everything except the device that the compiled kernel depends on. The defaults describe a usual QLoRA weight."""
 
     num_warps: int
     dtype: torch.dtype
     offset_dtype: torch.dtype | None = torch.float32  # None for a flat weight
     blocksize: int = 64
     blocksize2: int = 256
-    even: bool = True  # the weight's elements fill whole CTAs
-    tail: bool = False  # True if the number of elements is not a multiple of 8
-    wide: bool = False  # the number of elements needs 64 bits
-    aligned: bool = True  # True if the packed weight is 16-byte aligned. False if it is only 4-byte aligned
+    even: bool = True  # whether the weight's elements fill whole CTAs
+    tail: bool = False  # whether the number of elements is not a multiple of 8
+    wide: bool = False  # whether the number of elements needs 64 bits
+    aligned: bool = True  # whether the packed weight is 16-byte aligned, not only 4-byte aligned
 
     @classmethod
     def of(cls, weight: PackedWeight, num_warps: int) -> Variant:
@@ -61,16 +58,15 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return how many elements a thread decodes per step: as many as fill 16 bytes of output.
+    """Return how many elements a thread decodes per step, which is as many as fill 16 bytes of output.
 
-    With a blocksize of 32 it is half as many, so that the elements of 16 threads lie in at most two quantization
-    blocks.
+    For a blocksize of 32, return half as many, so that the elements of 16 threads lie in at most two quantization blocks.
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
 
 def elements_of(variant: Variant) -> int:
-    """Return the elements per CTA."""
+    """Return how many elements a CTA decodes."""
     return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
@@ -117,7 +113,7 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            for quant_type in CODES:  # Both quant types are compared, because only FP4 has a minus zero.
+            for quant_type in CODES:  # compare both quant types, because only FP4 has a minus zero
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
                 grid = -(-weight.numel() // self.elements), 1, 1
@@ -133,8 +129,8 @@ class CompiledKernel:
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
     """Build a small weight of this variant, on which the kernel is compared with the reference.
 
-    The weight contains every byte value, and ends with the two zeros of FP4, minus zero and zero. The bytes are not
-    random, because drawing random numbers would change the random state of the user's training.
+    The weight contains every byte value, and ends with FP4's minus zero and zero. Its bytes are not random, because drawing
+    random numbers would change the random state of the user's training.
     """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
@@ -160,16 +156,10 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
-    """Return the kernel that is compiled for ``variant`` and ``device``. Compile it at the first use.
-
-    :func:`runtime.built_once` says which errors this raises.
-    """
+    """Return the kernel for ``variant`` and ``device``, compiled at the first use. See :func:`runtime.built_once` for errors."""
     return runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """Return the kernels that were compiled so far, by variant and device.
-
-    Where the compilation failed, the value is the error.
-    """
+    """Return each kernel that was compiled so far, or the error of its compilation, by variant and device."""
     return dict(_kernels)

@@ -25,8 +25,8 @@ def multiply(a, b, FTZ):
 def look_up(code, nibble, FTZ):
     """Return the code value of a nibble, which is a 4-bit index.
 
-    FP4 has a special case: for nibble 8, bitsandbytes' CUDA kernels use minus zero, but the code tensor of its
-    QuantState holds plus zero. With FTZ, this function does the same as the CUDA kernels, so it returns minus zero.
+    For nibble 8 of FP4, bitsandbytes' CUDA kernels use minus zero, but the code tensor of its QuantState holds plus zero.
+    With FTZ, this function also returns minus zero.
     """
     value = tl.load(code + nibble)
     if FTZ:
@@ -54,8 +54,8 @@ def round_to(value, dtype):
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
     """Decode single elements and store them. The result is bit-identical to that of ptx.decode.
 
-    Without inline PTX (the portable path), this function decodes all elements. With PTX, this function decodes only the
-    elements after the last whole 32-bit word.
+    Without inline PTX (the portable path), this function decodes all elements. With PTX, it decodes only the elements
+    after the last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -106,11 +106,11 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """Return ``first``, the absmax, unchanged. A barrier makes all loads above start before anything uses the result.
+    """Return ``first``, the absmax, unchanged. A barrier makes all earlier loads start before the result is used.
 
-    Without the barrier, ptxas places the packed loads after the load of code2, which waits for the absmax. The kernel
-    would then wait for memory twice, one time after the other. Speed without and with the barrier, in percent of the
-    bandwidth ceiling: 1024x4096 84.5 and 94.9, 4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
+    Without the barrier, ptxas places the packed loads after the load of code2, which waits for the absmax, so the kernel
+    waits for memory twice. Speed without and with the barrier, in percent of the bandwidth ceiling: 84.5 and 94.9 for
+    1024x4096, 96.0 and 97.0 for 4096x4096 (H200, triton 3.6.0, 8 warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -123,8 +123,8 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second`` is the second-level absmax if all blocks of the program share one. If ``second`` is None, each thread
-    loads the second-level absmax of its block. A flat weight has none.
+    ``second`` is the second-level absmax if all blocks of the program share it. If ``second`` is None, each thread loads
+    the second-level absmax of its block. A flat weight has no second level.
     """
     if second is None:
         if BLOCKSIZE2 > 0:

@@ -13,9 +13,9 @@ from . import compilation
 
 
 class Launch:
-    """A reusable launch of the kernel on one weight: the compiled kernel with all arguments except the output.
+    """A reusable launch of the kernel on one weight, with all arguments except the output.
 
-    A launch stores addresses as integers and keeps no tensor of the weight alive. It is valid as long as the weight's
+    A launch stores addresses as integers, so it keeps no tensor of the weight alive. It is valid while the weight's
     fingerprint (addresses, sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
 
     Args:
@@ -68,8 +68,8 @@ class Launch:
         always filled in the row-major order of the dense weight.
 
         Args:
-            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. This method
-                checks none of these conditions.
+            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. None of this is
+                checked.
         """
         device = self.device
         if current_device() != device:
@@ -96,8 +96,8 @@ class Launch:
     def into_buffer(self) -> torch.Tensor:
         """Dequantize into the device's shared buffer, which the next call may overwrite.
 
-        Calls on different streams could overwrite the buffer too early. So on every stream except the default stream,
-        this method dequantizes into a new tensor.
+        On other streams than the default stream, dequantize into a new tensor, because calls on different streams could
+        overwrite the buffer too early.
         """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
@@ -111,14 +111,14 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
 def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Return the device's shared buffer for this dtype. If it has fewer than n elements, enlarge it first.
+    """Return the device's shared buffer for this dtype, enlarged to at least n elements.
 
-    Launches hold views of the buffer. Enlarging resizes the storage that the views share, so every view then points to
-    the new memory, and no view keeps the old memory alive.
+    Launches hold views of the buffer. Enlarging resizes the storage that all views share, so that no view keeps the old
+    memory alive.
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
-        # The buffer must not be an inference tensor: training may write to a buffer that generation allocated.
+        # The buffer must not be an inference tensor, because training might write to a buffer that generation allocated.
         with torch.inference_mode(False), runtime.on_device(device):
             if buffer is None:
                 buffer = empty_strided_cuda((0,), (1,), dtype)
@@ -137,8 +137,8 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 def remembered(weight: PackedWeight) -> Launch:
     """Return the launch of a weight. Build it at the weight's first use.
 
-    The guards (guards.py) must have found that the kernel supports the weight. ``weight.shape`` must be a tuple,
-    because it is part of the key under which the launch is stored.
+    The caller must have checked the weight with the guards (guards.py). ``weight.shape`` must be a tuple, because it is
+    part of the key under which the launch is stored.
     """
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
@@ -148,8 +148,8 @@ def remembered(weight: PackedWeight) -> Launch:
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """Dequantize a weight with the kernel into ``out`` and return it. Without ``out``, return a new tensor.
 
-    The guards (guards.py) must have found that the kernel supports the weight. The kernel needs packed bytes that are
-    4-byte aligned and an ``out`` that is 16-byte aligned. If one of them is not, this function uses an aligned copy.
+    The caller must have checked the weight with the guards (guards.py). If the packed bytes are not 4-byte aligned, or
+    ``out`` is not 16-byte aligned, use an aligned copy.
     """
     if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())

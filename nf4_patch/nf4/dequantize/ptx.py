@@ -1,18 +1,18 @@
 """Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups. These groups lie in one or two quantization blocks. An element
-of a block has one of 16 values: a table entry times the block's scale. Lane i computes and rounds the value of entry i.
-If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To decode an
-element, a lane then only shuffles: it reads the value from the lane whose number is the element's nibble. On sm_75 this
-takes 6 instructions per element fewer than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element of a
+block has one of 16 values, each of which is a table entry times the block's scale. Lane i computes and rounds the value
+of entry i. If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To
+decode an element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this takes 6
+instructions per element fewer than multiplying and rounding each element.
 """
 
 from __future__ import annotations
 
 import functools
 
-# This operand restricts shfl.idx to 16 lanes. shfl.idx then reads only the low 4 bits of the index, so the bits above a
-# nibble need no mask.
+# Restricts shfl.idx to 16 lanes, so that it reads only the low 4 bits of the index, and the bits above a nibble need no
+# mask.
 SEGMENT = "0x101f"
 EVERY_LANE = "0xffffffff"
 # With these selectors, prmt joins the low halves or the high halves of two registers.
@@ -30,7 +30,7 @@ def shift_of(element: int) -> int:
 def _round_bf16(source: str, target: str) -> list[str]:
     """Return PTX that rounds an fp32 register to bf16, to nearest even. The result is the high half of ``target``.
 
-    The PTX rounds with integer instructions, because sm_75 has no instruction that converts to bf16.
+    Integer instructions are used, because sm_75 has no instruction that converts to bf16.
     """
     return [
         f"mov.b32 {target}, {source};",

@@ -1,4 +1,4 @@
-"""The reference formula in plain PyTorch. Each kernel is compared with it in tests and at its first use."""
+"""Dequantization in plain PyTorch, as the reference for the kernel in tests and before the kernel's first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
     """Return the fp32 scale of every block, [blocks].
 
-    For a nested weight this is fp32(code2[absmax] * absmax2) + fp32(offset). The product and the sum are each rounded.
+    The scale in a nested weight is fp32(code2[absmax] * absmax2) + fp32(offset). The product and the sum are each rounded.
     """
     if not weight.nested():
         return weight.absmax
@@ -33,12 +33,12 @@ def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
 
 
 def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """Return the dense weight in ``weight.shape`` and ``weight.dtype``: dtype(fp32(code[nibble] * scale)).
+    """Return the dense weight, dtype(fp32(code[nibble] * scale)), in ``weight.shape`` and ``weight.dtype``.
 
     Every rounding is to nearest even.
 
     Args:
-        flush_subnormals: whether fp32 subnormals count as zeros. By default they do for a weight on CUDA, because
+        flush_subnormals: whether fp32 subnormals count as zeros. The default is True for a weight on CUDA, because
             bitsandbytes' CUDA library is built with --use_fast_math. bitsandbytes' CPU library keeps subnormals.
 
     Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.

@@ -1,7 +1,7 @@
 """Code that runs at the start of every Python process under ``nf4-patch run``.
 
-``nf4-patch run`` puts the folder of this file on PYTHONPATH, so every Python that the command starts runs this file. If
-nf4_patch is not installed for such a Python, the file changes nothing.
+``nf4-patch run`` puts the folder of this file on PYTHONPATH, so that every Python process that the command starts runs this
+file. In a Python without nf4_patch, the file changes nothing.
 """
 
 import os
