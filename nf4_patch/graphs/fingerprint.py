@@ -87,7 +87,9 @@ class Fingerprint:
         self.own = {n: weak(v) for n, v in vars(layer).items() if callable(v) and n not in SKIPPED}
         self.skipped = SKIPPED.union(self.own)
         self.of_layer = self.attributes_of(layer)
-        self.checkpointed = [m for m in self.compared if CHECKPOINT in vars(m)]  # the decoder layers, if ``layer`` is a whole model
+        self.checkpointed = [
+            m for m in self.compared if CHECKPOINT in vars(m)
+        ]  # the decoder layers, if ``layer`` is a whole model
         self.of_checkpointed = [*map(self.attributes_of, self.checkpointed)]
         self.types = [*map(type, compared)]
         attributes = chain.from_iterable(vars(module).items() for module in compared)
