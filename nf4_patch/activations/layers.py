@@ -91,7 +91,7 @@ class Call:
 
 
 class Record:
-    """What is known about a layer."""
+    """The measured sizes and other properties of a layer."""
 
     def __init__(self) -> None:
         self.sizes: dict[InputSize, int] = {}  # bytes that the layer holds until its backward
@@ -274,7 +274,7 @@ def keep(
 
 
 class Measured:
-    """The function of a checkpoint, which measures what its recompute holds."""
+    """Wraps the function of a checkpoint, and measures how much memory its recompute holds."""
 
     def __init__(self, function: Function, layer: nn.Module, record: Record, size: InputSize, device: int):
         self.function, self.layer = function, weakref.ref(layer)
@@ -335,7 +335,7 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
 
 
 def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint, record: Record) -> Reason | None:
-    """Return the same for a call in an ordinary forward, under a checkpoint that changes no dtype."""
+    """Answer like ``why_not`` for a call in an ordinary forward, under a checkpoint that changes no dtype."""
     if checkpoint.saves_on_host or not checkpoint.preserves_rng:
         return Reason.ACTIVATIONS_CHECKPOINT
     if context.saved_tensors_hooks(False) is not None:

@@ -1,4 +1,4 @@
-"""The option ``cache="6GiB"`` or ``cache="auto"``: its targets, and its part of ``status()``."""
+"""The option ``cache="6GiB"`` or ``cache="auto"``, and its part of ``status()``."""
 
 from __future__ import annotations
 

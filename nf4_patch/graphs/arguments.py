@@ -17,7 +17,7 @@ from ..nf4.runtime import runs_on
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 TENSORS = frozenset({Tensor, torch.nn.Parameter})
-DROPPED = "num_items_in_batch"  # an argument that Trainer passes to every layer, although no layer reads it
+DROPPED = "num_items_in_batch"  # Trainer passes it to every layer, with a new value at each step; a layer that reads it is refused
 
 
 class Unsupported(Exception):
@@ -45,7 +45,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
         if other is value:
-            # If a tensor occurs again, the key has the index of the first occurrence, because both share one buffer.
+            # A repeated tensor is described by the index of its first occurrence, because both share one buffer.
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument that requires a gradient")
@@ -100,7 +100,7 @@ class Slot:
         self.source, self.version = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
-        """Copy the next tensor in any case."""
+        """Make the next ``load`` copy its tensor in any case."""
         self.source = lambda: None
 
 
@@ -109,10 +109,10 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Copy each tensor into a slot of its own, and return the slots.
+    """Copy each tensor into a separate slot, and return the slots.
 
-    A tensor gets the slot that already holds it. If there is none, it gets a slot whose last tensor was freed. If there
-    is none of those either, it gets a new slot, which is added to ``slots``.
+    A tensor gets the slot that already holds it, otherwise a slot whose last tensor was freed, otherwise a new slot.
+    New slots are added to ``slots``.
     """
     taken: list[Slot] = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The calls of a decoder layer: which of them graphs may replace, and what a graph is recorded for."""
+"""Decide which calls of a decoder layer graphs may replace, and describe such a call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .arguments import signature
 from .capture import Environment
 
 STATIC_CACHES, COLLECTED, LAYERS = (MODULES[name] for name in ("static caches", "collected outputs", "decoder layers"))
-# CACHE_ARGUMENTS: names of a layer's argument for its keys and values: up to transformers 5.17, in newer releases, and in a few
-# older architectures
+# CACHE_ARGUMENTS: names of the argument in which a layer gets the cache of keys and values. They are for transformers up to 5.17,
+# for newer releases, and for a few older architectures.
 CACHE_ARGUMENTS = "past_key_values", "cache", "layer_past"
 WRONG_TOKENS = (
     "nf4_patch: generate() in training mode with gradient checkpointing gives wrong tokens, because transformers then ignores "
@@ -54,7 +54,7 @@ class LayerCall(NamedTuple):
         cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checkpoint: Checkpoint, cache_name: str,
         static_cache: Any,
     ) -> LayerCall:  # fmt: skip
-        """Describe a call.
+        """Describe a call of ``layer``.
 
         Raises:
             Unsupported: a graph cannot replay an argument.
@@ -63,7 +63,7 @@ class LayerCall(NamedTuple):
         environment, config = Environment.current(), switch.config
         plain = kwargs if static_cache is None else {**kwargs, cache_name: None}
         layouts = signature(args, tensors), signature(plain, tensors)
-        # In generation, requires_grad of x is ignored: TRL makes the embeddings require a gradient there too.
+        # In generation, x.requires_grad is ignored, because TRL makes the embeddings require a gradient there too.
         mode = args[0].requires_grad and static_cache is None, checkpoint.reentrant
         options = tuple(config.options.items())  # type: ignore[union-attr]
         key = (*layouts, environment, mode, options, static_cache and weakref.ref(static_cache))
@@ -79,7 +79,7 @@ class LayerCall(NamedTuple):
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the layer's graphs may recompute: in generation, they have no backward."""
+        """Whether graphs that keep no activations may run the call: in generation, or if the layer is checkpointed."""
         return not self.trains or self.layer.gradient_checkpointing
 
 
@@ -90,14 +90,14 @@ def is_in_checkpoint() -> bool:
 
 
 def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
-    """Return how the layer is checkpointed in this call: not at all if it generates or is set so, None if in an unknown way."""
+    """Return how this call of the layer is checkpointed, or None if its checkpoint function is not recognized."""
     if static_cache is not None or not layer.gradient_checkpointing:
         return NOT_CHECKPOINTED
     return checkpoint_of(layer._gradient_checkpointing_func)
 
 
 def is_checkpointed_without_gradients(layer: Any) -> bool:
-    """Return whether a call without gradients runs in a checkpoint, for which transformers drops the cache of keys and values.
+    """Return whether the layer is checkpointed even without gradients. transformers then drops the cache of keys and values.
 
     Older releases checkpoint every call in training mode. Newer ones checkpoint the layer's ``forward``, and only with gradients.
     """
@@ -108,7 +108,7 @@ def is_checkpointed_without_gradients(layer: Any) -> bool:
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     """Return the StaticCache that this call of a layer writes, and the name of the argument that holds it.
 
-    Return ("", None) if the call trains or has another cache.
+    Return ("", None) if the call trains or has no StaticCache that graphs support.
     """
     nothing = "", None
     name = next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
@@ -157,7 +157,7 @@ def why_not_trained(layer: Any) -> Reason | None:
 
 
 def why_not_here() -> Reason | None:
-    """Return the Reason why no graph may replace a call now, whatever the layer is: modes, hooks on all modules, an outer backward."""
+    """Return the Reason why graphs may not replace calls of any layer now, such as a mode or a hook on all modules, or None."""
     if (watcher := context.watched()) is not None:
         return watcher
     collector: Any = sys.modules.get(COLLECTED)
@@ -172,7 +172,7 @@ def why_not_here() -> Reason | None:
 
 
 def warn_of_wrong_results(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn once of two settings with which transformers itself computes wrong results. Called before layers run eagerly."""
+    """Warn once if the layer's settings make transformers itself generate wrong tokens or compute wrong gradients."""
     if not (layer.gradient_checkpointing and layer.training):
         return
     if not torch.is_grad_enabled():

@@ -2,8 +2,8 @@
 
 The second graph recomputes exactly what a checkpoint would. For this, the forward is captured under a non-reentrant
 checkpoint, or without gradients if the model uses a reentrant one. Both graphs read the parameters through detached
-aliases, which share the parameters' memory. With the parameters themselves, autograd would synchronize with the training
-stream, because the autograd nodes of the parameters belong to that stream. A capture does not allow this.
+aliases, which share the parameters' memory. The autograd nodes of the parameters themselves belong to the training stream,
+so autograd would synchronize with that stream, which a capture forbids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .refusal import Refusal
 from .warmup import ancestors, warm_up
 
 ALIGNMENT = 16  # bytes
-# Unsloth replaces PyTorch's checkpoint, and keeps it under another name.
+# Unsloth replaces PyTorch's checkpoint, and keeps the original under this other name.
 checkpoint = getattr(torch.utils.checkpoint, "_old_checkpoint", torch.utils.checkpoint.checkpoint)
 
 
@@ -42,7 +42,7 @@ def precisions() -> tuple[Any, ...]:
 
 
 def attention_backends() -> tuple[int, ...]:
-    """Return in which order scaled_dot_product_attention tries its backends. Before PyTorch 2.6, return ()."""
+    """Return the order in which scaled_dot_product_attention tries its backends, or () before PyTorch 2.6."""
     getter = getattr(torch._C, "_get_sdp_priority_order", None)
     return tuple(getter()) if getter else ()
 
@@ -90,7 +90,7 @@ class Environment(NamedTuple):
     def entered(self) -> torch.autocast:
         """Return an autocast context with the settings of this Environment.
 
-        If a setting were another one, Dynamo would compile compiled parts of the layer again, or stop compiling them.
+        With any other setting, Dynamo would recompile the compiled parts of the layer, or give up on them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, self.caches)
 
@@ -133,10 +133,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Find the layer's parameters that require a gradient.
-
-    Return a Place for each: (dict that holds the parameter, key in this dict, parameter).
-    """
+    """Return the Place of each parameter of the layer that requires a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -159,7 +156,7 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Insert a tensor after each tensor, so that all of them begin at multiples of 16 bytes in a flat tensor.
+    """Insert padding after each tensor, so that each one begins at a multiple of 16 bytes after concatenation.
 
     On a GPU, ``torch._foreach_norm`` adds in another order if a gradient is not aligned.
     """
@@ -170,12 +167,12 @@ def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Work:
-    """What the graphs of one layer record: the layer's forward, and its recompute and backward.
+    """The work that the graphs of one layer record: the layer's forward, and its recompute and backward.
 
     The layer reads static buffers in place of its arguments, and aliases in place of its trained parameters.
     """
 
-    keeps = False  # whether the activations of the forward stay for the backward
+    keeps = False  # whether the forward's activations stay allocated for the backward
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers = task, x, buffers
@@ -232,8 +229,8 @@ class Work:
         Autocast is off, because it is also off in the thread in which autograd runs an eager backward.
 
         Returns:
-            The gradient of x, or None if x requires no gradient. Then the gradients of the parameters in ``used``: one
-                flat tensor for each dtype, with all gradients of this dtype.
+            The gradient of x, or None if x requires no gradient. Then one flat tensor for each dtype, with the gradients
+                of all parameters in ``used`` that have this dtype.
         """
         inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
         with torch.autocast(DEVICE, enabled=False):
@@ -247,7 +244,7 @@ class Work:
         return dx, [torch.cat(same) for same in flat]
 
     def recompute_and_backward(self, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the result of ``backward``. A checkpoint that is not reentrant recomputes inside of the backward."""
+        """Recompute the forward and return the result of ``backward``. A non-reentrant checkpoint recomputes inside the backward."""
         return self.backward(self.forward(recompute=True) if self.task.is_reentrant else y, gradient)
 
     @property
@@ -286,19 +283,18 @@ def dtypes_of(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
 
 
 def not_pending() -> None:
-    """Stand for no call in ``GraphedLayer.pending``."""
+    """Return None, as a weak reference to a freed call does."""
 
 
 class GraphedLayer:
     """The two CUDA graphs of one layer: one for the forward, one for the recompute and the backward.
 
-    The graphs serve all calls of the layer with the same key. The key describes the layouts of the arguments and the
-    modes.
+    The graphs serve all calls of the layer with the same key (see ``LayerCall``).
     """
 
     alive = False  # whether the graphs can be replayed
     differentiable = True
-    keeps = False  # whether the first graph's activations stay for the second graph
+    keeps = False  # whether the first graph's activations stay allocated for the second graph
     second: Any = None
     work_of: Any = Work
     # a weak reference to the latest call that awaits its backward
@@ -342,7 +338,7 @@ class GraphedLayer:
         self.shapes = [aligned(same) for same in shapes]
 
     def hold(self, work: Work, y: Tensor) -> None:
-        """Keep what has to stay allocated. The recompute starts from the layer's input, so nothing has to."""
+        """Keep the forward's activations alive if ``keeps``. Here the second graph recomputes them."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)
@@ -410,7 +406,7 @@ class GraphedLayer:
         count(self.hits_of_backward)
         cache.hits += len(self.pins) - self.reads
         found: list[Any] = [None] * len(self.parameters)
-        # Autograd is bypassed. It would mark the gradients as views, and ``detach_()`` raises an error for a view.
+        # Autograd is bypassed, because it would mark the gradients as views, for which ``detach_()`` raises an error.
         with torch._C._AutoDispatchBelowAutograd():
             for dtype, flat, shapes in zip(self.dtypes, self.flat, self.shapes, strict=True):
                 parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes)[::2])  # without the padding
@@ -438,7 +434,7 @@ class GraphedLayer:
 class Launches:
     """A snapshot of all hit counters. A hit counter counts the launches of a kernel.
 
-    ``since`` returns the counters that changed after the snapshot, each with its number of new launches.
+    ``since`` returns each counter that changed after the snapshot, with its number of new launches.
     """
 
     def __init__(self) -> None:

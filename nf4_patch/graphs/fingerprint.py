@@ -18,13 +18,13 @@ from .own_code import Code
 
 STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
 # SKIPPED: attributes that no replay depends on. TRL sets a new checkpoint function after each generation, and every call of a
-# layer checks it anyway. The others are those of ``generate()``.
+# layer checks it anyway. ``generate()`` and ``enable_input_require_grads()`` set the others.
 CHECKPOINT = "_gradient_checkpointing_func"
 SKIPPED = frozenset({
     CHECKPOINT, "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config", "_require_grads_hook",
     "_require_grads_hooks",
 })  # fmt: skip
-# HOLDERS: modules of which only the children are compared, unless they have tensors of their own. A layer with peft has many.
+# HOLDERS: containers whose children alone are compared, unless they hold tensors themselves. A layer with peft has many.
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
@@ -53,13 +53,13 @@ def nested(values: Any) -> Iterator[Any]:
 
 
 def only_requires_gradient(hook: Any) -> bool:
-    """Return whether a hook only makes a result require a gradient. transformers adds one whenever it enables checkpointing."""
+    """Return whether a hook only makes a result require a gradient. transformers adds such a hook with checkpointing."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_names == ("requires_grad_",)
 
 
 def weak(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to the value, or a strong one if Python has none for values of its class."""
+    """Return a weak reference to the value, or a strong one if its class allows no weak references."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -73,8 +73,8 @@ def copy_of(namespace: Any) -> Any:
 class Fingerprint:
     """A record of a layer at its capture: modules, attributes, parameters, quant_states, hooks, code and addresses.
 
-    ``holds`` and ``is_in_place`` compare the layer with this record. Namespaces are compared as a whole, in C. The record keeps
-    the submodules and tensors alive, but not the layer itself.
+    ``holds`` and ``is_in_place`` compare the layer with this record. Whole dicts are compared with ``==``, which is fast. The
+    record keeps the submodules and tensors alive, but not the layer itself.
     """
 
     def __init__(self, layer: nn.Module):
@@ -87,7 +87,9 @@ class Fingerprint:
         self.own = {n: weak(v) for n, v in vars(layer).items() if callable(v) and n not in SKIPPED}
         self.skipped = SKIPPED.union(self.own)
         self.of_layer = self.attributes_of(layer)
-        self.checkpointed = [m for m in self.compared if CHECKPOINT in vars(m)]  # in the record of a whole model
+        self.checkpointed = [
+            m for m in self.compared if CHECKPOINT in vars(m)
+        ]  # the decoder layers, if ``layer`` is a whole model
         self.of_checkpointed = [*map(self.attributes_of, self.checkpointed)]
         self.types = [*map(type, compared)]
         attributes = chain.from_iterable(vars(module).items() for module in compared)
@@ -108,7 +110,7 @@ class Fingerprint:
         of_configs = [v for each in configs for v in nested(vars(each).values()) if isinstance(v, CONTAINERS)]
         of_classes = [v for space in self.code.classes for v in space.values() if isinstance(v, CONTAINERS)]
         of_functions = [f.__kwdefaults__ for f in self.code.replaceable if f.__kwdefaults__]
-        self.changing: list[Any] = [*containers, *hooks, *children]  # what a call of the layer might change
+        self.changing: list[Any] = [*containers, *hooks, *children]  # a call of the layer might change these
         every = [
             *self.changing, *self.code.registries, *of_configs, *of_classes, *of_functions,
             *map(vars, [*[m for m in self.compared if CHECKPOINT not in vars(m)], *configs]), *self.code.spaces,
@@ -117,7 +119,7 @@ class Fingerprint:
         self.watched = [each for each in every if each]
         self.empty = [each for each in [*every, *of_tensors] if not each]
         self.copies = [copy_of(each) for each in self.watched]
-        # == does not compare the order of a dict, in which an nn.Sequential calls its children.
+        # == ignores the order of a dict's items, but an nn.Sequential calls its children in this order.
         self.children = [each for each in children if len(each) > 1]
         self.order = [*chain.from_iterable(self.children)]
         functions = self.code.replaceable
@@ -125,7 +127,7 @@ class Fingerprint:
         self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, self.with_defaults)]
         self.tensor_dictionaries: list[dict[str, Any]] = [each for each in of_tensors if each]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
-        # == is true for two tensors that have one element each, and the same number.
+        # Tensor attributes are compared by identity, because == is true for two one-element tensors of equal value.
         self.held = [(vars(m), n, t) for m in compared for n, t in vars(m).items() if isinstance(t, Tensor)]
         others = [value for value in within if isinstance(value, Tensor)]
         self.tensors: list[Any] = [*filter(lambda tensor: tensor is not None, self.slots), *others]
@@ -138,11 +140,11 @@ class Fingerprint:
         every = [*distinct, *[state.state2 for state in distinct if state.nested]]
         self.dictionaries_of_states = [vars(state) for state in every]
         self.of_states = self.found_states()
-        # Packed weights have no dtype or shape that could change, but their __torch_function__ makes each access slow.
+        # Packed weights are left out: their dtype and shape do not change, and their __torch_function__ is slow.
         self.floating = [tensor for tensor in self.tensors if tensor.dtype.is_floating_point]
         self.layouts = self.found_layouts()
         self.addresses = addresses_of(self.tensors)
-        # A kernel gets a number on the host as an argument, which a graph cannot read again.
+        # A kernel gets the number in a CPU tensor as an argument. A graph repeats this number and does not read it again.
         self.numbers = [tensor for tensor in self.tensors if tensor.numel() == 1 and tensor.is_cpu]
         self.found_numbers = [tensor.item() for tensor in self.numbers]
         self.on_host = [tensor for tensor in self.tensors if tensor.is_cpu and not runs_on(tensor)]
@@ -151,7 +153,7 @@ class Fingerprint:
         self.addresses_of_scales = addresses_of(self.scales)
 
     def attributes_of(self, layer: nn.Module) -> dict[str, Any]:
-        """Return the layer's attributes that are compared, apart from those in ``own``."""
+        """Return the layer's attributes that are compared with ==. Those in ``own`` are compared by identity."""
         return {name: value for name, value in vars(layer).items() if name not in self.skipped}
 
     def found_hooks_besides(self) -> list[Any]:
@@ -201,7 +203,7 @@ class Fingerprint:
             return False
 
     def restore(self) -> None:
-        """Give the layer's lists, dicts and sets back the contents that they had when this fingerprint was made."""
+        """Restore the contents that the layer's lists, dicts and sets had when this fingerprint was made."""
         before = {id(each): found for each, found in zip(self.watched, self.copies, strict=True)}
         for container in self.changing:
             found = before.get(id(container), type(container)())

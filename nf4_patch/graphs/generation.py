@@ -26,11 +26,11 @@ def tensors_of(static_layer: Any) -> list[Tensor]:
 
 
 class DecodeStep(Work):
-    """What the graph of one layer records in generation: the layer's forward."""
+    """The work that the graph of one layer records in generation: the layer's forward."""
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
-        self.written = set[int]()  # positions of the layers of the static cache that the forward writes
+        self.written = set[int]()  # indices of the static cache's layers that the forward writes
 
     def forward(self, recompute: bool = False) -> Tensor:
         task = self.task
@@ -45,10 +45,9 @@ class DecodeStep(Work):
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Give the static cache its old number of tokens back after the ``with`` block.
+        """Restore the static cache's number of tokens after the ``with`` block.
 
-        The new keys and values stay in the static cache, because the first replay writes the same keys and values to
-        the same place.
+        The new keys and values stay in the static cache, because the first replay overwrites them with equal ones.
         """
         static_layers = self.task.static_cache.layers
         attributes = [{**vars(layer)} for layer in static_layers]
@@ -73,9 +72,8 @@ class DecodeStep(Work):
 class GraphedForward(GraphedLayer):
     """The CUDA graph of a decoder layer in generation.
 
-    The graph runs the layer's forward without gradients, and writes the layer's keys and values into a StaticCache. The
-    StaticCache is part of the graph's key. So a new StaticCache, which transformers makes for each ``generate``, needs
-    new graphs.
+    The graph runs the layer's forward without gradients, and writes the layer's keys and values into a StaticCache. Each
+    StaticCache needs new graphs, and transformers makes a StaticCache for each ``generate()``.
     """
 
     differentiable = False

@@ -1,9 +1,9 @@
-"""Record a decoder layer without a recompute: the forward's graph keeps what the backward's graph reads.
+"""Record a decoder layer without a recompute: the activations of the forward's graph stay for the backward's graph.
 
-All kept layers of a GPU share one memory pool. Their activations lie side by side in it, in the order in which the layers were
-recorded. What a graph uses for a while may lie where the activations of *later* layers lie. So a layer may run only while no
-later layer's activations wait for their backward. Layers run in this order in ordinary training. In any other order, and while
-activations of another shape wait, a layer recomputes.
+All kept layers of a GPU share one memory pool. Their activations lie side by side in the pool, in the order in which the layers
+were recorded. A graph's temporary tensors may overlap the activations of *later* layers. So a layer may run only while no later
+layer's activations wait for their backward, as in ordinary training. In any other order, and while activations of another shape
+wait, a layer recomputes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .refusal import Refusal
 
 
 class Token:
-    """Stands for the layer's input among the saved tensors of a call. Autograd frees the token together with them."""
+    """Replaces the layer's input among the saved tensors of a call, and is freed together with them."""
 
 
 class Generation:
-    """Kept layers that were recorded one after another in one forward pass."""
+    """A group of kept layers that were recorded one after another in one forward pass."""
 
     def __init__(self) -> None:
         self.size = self.nbytes = 0
-        # What keeps the activations allocated while further layers are recorded: each layer's input and autograd graph
+        # each layer's input and autograd graph, which keep the activations allocated while further layers are recorded
         self.held: list[Any] = []
 
 
@@ -45,12 +45,12 @@ class Keeper:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
-        # layers whose activations may wait for their backward, the latest last. Their calls hold them, this list does not.
+        # layers whose activations may wait for their backward, the latest last; weak, because the calls keep them alive
         self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
 
     def top(self) -> KeptLayer | None:
-        """Return the last layer whose activations wait for their backward."""
+        """Return the latest layer whose activations wait for their backward, or None."""
         while self.waiting:
             layer = self.waiting[-1]()
             if layer is not None and layer.token() is not None:
@@ -59,12 +59,12 @@ class Keeper:
         return None
 
     def is_open(self) -> bool:
-        """Return whether a layer can be recorded now, without writing over activations that wait for their backward."""
+        """Return whether a layer can be recorded now without overwriting activations that wait for their backward."""
         top = self.top()
         return top is None or (top.generation is self.generation and top.index == self.generation.size - 1)
 
     def continues(self, key: Any) -> bool:
-        """Return whether the layer before was recorded just now, for the same kind of call."""
+        """Return whether the latest waiting layer has the same key, and no layer was recorded after it."""
         top = self.top()
         return top is not None and top.key == key and self.is_open()
 
@@ -72,7 +72,7 @@ class Keeper:
         """Return the generation that the next recorded layer joins.
 
         Raises:
-            Refusal: activations wait in memory that the recording would write.
+            Refusal: the recording would overwrite activations that wait for their backward.
         """
         if not self.is_open():
             raise Refusal(Reason.GRAPH_REUSED, "activations of another forward wait for their backward")
@@ -82,7 +82,7 @@ class Keeper:
         return self.generation
 
     def has_room(self, held: int) -> bool:
-        """Return whether a layer that holds so many bytes fits into the budget. Its backward takes about as much for a while."""
+        """Return whether a layer with ``held`` bytes of activations, and about as many in its backward, fits into the budget."""
         used = 0 if self.top() is None else self.generation.nbytes
         grows = max(used + 2 * held - self.counted, 0)
         return activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
@@ -98,7 +98,7 @@ class Keeper:
 
 
 class KeptWork(Work):
-    """What the graphs of a kept layer record: the forward with gradients, and the backward."""
+    """The work that the graphs of a kept layer record: the forward with gradients, and the backward."""
 
     keeps = True
 
@@ -134,7 +134,7 @@ class KeptLayer(GraphedLayer):
         self.generation.held.append((work.x, y.grad_fn))
 
     def may_forward(self) -> bool:
-        """Return whether a replay of the forward would write over no activations that wait for their backward."""
+        """Return whether no activations that wait for their backward would be overwritten by a replay of the forward."""
         top = self.keeper.top()
         return top is None or (top.generation is self.generation and top.index < self.index)
 
@@ -144,18 +144,18 @@ class KeptLayer(GraphedLayer):
         self.keeper.waiting.append(weakref.ref(self))
 
     def may_backward(self) -> bool:
-        """Return whether a replay of the backward would write over no activations that wait for their backward."""
+        """Return whether the backward may be replayed: no later layer's activations wait, and all memory it reads is valid."""
         return self.keeper.top() is self and self.fingerprint.is_in_place() and self.reads_valid_pins()
 
     def reset(self) -> None:
-        """Free the graphs. If a call still waits for its backward, its graphs are freed together with the call."""
+        """Free the graphs now, or together with the call that still waits for its backward."""
         self.alive = False
         if self.token() is None:
             super().reset()
 
 
 def kept_by(token: Token, graph: KeptLayer) -> Any:
-    """Return the context in which a call of the layer saves its input: as the token, because the graph has a copy of it."""
+    """Return a context in which autograd saves the token in place of the layer's input, of which the graph has a copy."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: token, lambda _: graph.x)
 
 
@@ -176,12 +176,12 @@ def why_not_kept(call: LayerCall) -> Reason | None:
 
 
 def estimate_of(call: LayerCall) -> int | None:
-    """Return how many bytes the layer's activations take at most. None: that is not known yet. Eager calls measure it."""
+    """Return the most bytes that the layer's activations take, or None until eager calls have measured them."""
     return activations.record_of(call.layer).estimate(keeping.InputSize.of(call.x))
 
 
 def is_measured(call: LayerCall) -> bool:
-    """Return whether it is known how much memory the layer's activations take, or nothing will be kept."""
+    """Return whether the size of the layer's activations is known, or not needed."""
     return not call.layer.gradient_checkpointing or spare.why is Waits.MARGIN or estimate_of(call) is not None
 
 
@@ -189,8 +189,8 @@ def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:
     """Return whether a layer can be recorded now as one that keeps its activations.
 
     Args:
-        was_recorded: whether it has such a recording already, which cannot be replayed now. The layer was recorded together
-            with others, so it is recorded again only if this call follows one of a layer that was recorded just now.
+        was_recorded: whether the layer has such a recording already, which cannot be replayed now. It was recorded together
+            with other layers, so it is recorded again only right after one of them.
     """
     if keeper is None:
         return not was_recorded
@@ -199,7 +199,7 @@ def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:
 
 def has_room_to_keep(call: LayerCall, keeper: Keeper | None) -> bool:
     if not call.layer.gradient_checkpointing:
-        return True  # training needs the memory without graphs, too
+        return True  # training without graphs needs the same memory
     held = estimate_of(call) or 0
     if keeper is None:
         return activations.taken.get(call.x.get_device(), 0) + 2 * held <= activations.budget

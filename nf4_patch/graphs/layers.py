@@ -1,4 +1,4 @@
-"""Run decoder layers as CUDA graphs: choose for each call whether it replays graphs, and record them when it is time."""
+"""Run decoder layers as CUDA graphs: decide for each call whether to replay graphs, to record them or to run eagerly."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ switch.follow(follow)
 
 
 def is_slow(device: int) -> bool:
-    """Return whether the profile "fast" leaves this GPU without graphs, because it does not wait for Python."""
+    """Return whether the profile "fast" leaves this GPU without graphs, because such a GPU does not wait for Python."""
     config: Any = switch.config
     return device >= 0 and runtime.capability_of(device) < WAIT_FOR_PYTHON and "graphs" not in config.typed
 
 
 def observe(x: Any) -> None:
-    """Make way for a larger batch, and find the budget before graphs are looked up that it may drop."""
+    """Drop all graphs before a larger batch, and update the budget of activations, which may also drop graphs."""
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if activations.mode == "auto" and torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def is_on_another_stream(device: int) -> bool:
 
 
 def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Refused, Reason | None]:
-    """Return the graphs that replay a call, and why they recompute if they do. Record them if it is time."""
+    """Return the graphs for a call (recorded now if it is time) or why there are none, and why the graphs recompute, or None."""
     layer, key, keeper = call.layer, call.key, graphs.keepers.get(call.x.get_device())
     why = why_not_kept(call)
     kept = graphs.kept_recording(key, layer) if why is None else None
@@ -88,10 +88,10 @@ def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Ref
 
 
 def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
-    """Count a call of a layer that has no graphs. Return why it is not recorded in this call, or None if it is time.
+    """Count a call of a layer that has no graphs. Return why the layer is not recorded in this call, or None if it is.
 
     Args:
-        why: why the layer would recompute.
+        why: the Reason why the layer's graphs would recompute, or None.
     """
     layer, key, device = call.layer, call.key, call.x.get_device()
     if (known := graphs.refusal(key, layer)) is not None:
@@ -109,7 +109,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
 
 
 def is_valid(graph: GraphedLayer, call: LayerCall) -> bool:
-    """Return whether graphs may replay a call now. If the layer has changed, drop them."""
+    """Return whether graphs may replay a call now. If the layer or the memory that they read has changed, drop them."""
     if cache.auto is not None:
         cache.auto.observe(call.x)  # before the check, because this call may free cached weights that the graph reads
     if graph.fingerprint.holds() and graph.is_in_place():
@@ -166,7 +166,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
         return replayed(graph, call)
 
     def replayed(graph: GraphedLayer, call: LayerCall) -> Any:
-        # The repetition must not keep x alive, because hooks on saved tensors may offload x.
+        # ``repeat`` must not keep x alive, because hooks on saved tensors may offload x.
         repeat = partial(again, call.layer, call.args[1:], call.kwargs)
         replay_of = replay_kept if graph.keeps else replay_on_host if call.checkpoint.saves_on_host else replay
         return replay_of, graph, Call(graph, call.environment, call.tensors[1:], repeat, fallbacks), call.x

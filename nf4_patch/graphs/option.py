@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from ..patching.option import Option
 
-WAIT_FOR_PYTHON = (8, 0)  # GPUs of this compute capability and newer ones wait for Python in short steps
+WAIT_FOR_PYTHON = (8, 0)  # GPUs from this compute capability upwards wait for Python in short steps
 
 
 @dataclass(frozen=True)
 class GraphsStatus:
-    """The numbers of CUDA graphs and replays in this process. ``status().graphs`` returns a GraphsStatus."""
+    """The numbers of CUDA graphs and replays in this process, as ``status().graphs`` returns them."""
 
     mode: str = "off"
     layers: int = 0  # layers that have graphs

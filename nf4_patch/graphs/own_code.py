@@ -1,7 +1,7 @@
 """Find the functions that a layer runs, and tell code of installed libraries from code of the script or notebook.
 
-A CUDA graph repeats GPU work and runs no Python. What a library's code reads is recorded in the fingerprint. What code of the
-script reads (globals, closures, other objects) cannot be recorded, so such layers are not captured.
+A CUDA graph repeats GPU work and runs no Python. The fingerprint records the Python state that library code reads. The state
+that a script's code reads (globals, closures, other objects) cannot be recorded, so a layer that runs such code is not captured.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..patching.targets import LIBRARIES, MODULES
 
 CALLED = "forward", "__call__", "_call_impl", "__getattr__"  # methods of every module that run in a call
 PLAIN = (bool, int, float, str, type(None))
-# FOLDERS: a file in a folder of one of these names is a library's, as are the modules that libraries write.
+# FOLDERS: every file below a folder with one of these names counts as library code, also modules that libraries generate.
 FOLDERS = {"site-packages", "dist-packages", *(folder for library in LIBRARIES for folder in library.folders)}
 VARIABLES = [library.folder_variable for library in LIBRARIES if library.folder_variable]
 STANDARD_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
 COUNTING = {"torch.nn.utils.parametrize"}
-CHECKPOINT = "_gradient_checkpointing_func"  # an attribute with a function that a replay replaces
+CHECKPOINT = "_gradient_checkpointing_func"  # the attribute with a layer's checkpoint function, which graphs replace
 OURS = __package__.partition(".")[0]
 
 
 @functools.cache
 def roots_of(package: str) -> list[str]:
-    """Return the folders of a top-level package if a distribution installs it, for example in editable mode, else []."""
+    """Return the folders of a top-level package, or [] if no distribution installs it. An editable installation counts."""
     module = sys.modules.get(package)
     if package != OURS and package not in importlib.metadata.packages_distributions():
         try:
@@ -57,7 +57,7 @@ def is_library_file(file: str, package: str) -> bool:
 
 
 def is_library(function: FunctionType) -> bool:
-    """Return whether the function's code is a library's. Generated code belongs to the Python module whose globals it reads."""
+    """Return whether a function is library code. Generated code belongs to the Python module whose globals it reads."""
     space, file = function.__globals__, function.__code__.co_filename
     file = space.get("__file__") or "" if file.startswith("<") else file
     return bool(file) and is_library_file(file, str(space.get("__name__", "")).partition(".")[0])
@@ -85,13 +85,13 @@ def cells_of(function: FunctionType) -> list[Any]:
 
 
 def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionType]:
-    """Yield the functions that a call of ``value`` may run: behind methods, partials, decorators, closures and ``__call__``."""
+    """Yield the functions that a call of ``value`` may run, also through methods, partials, decorators, closures and ``__call__``."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (*PLAIN, Tensor, nn.Module, ModuleType)):
         return
     seen.add(id(value))
     if isinstance(value, type):
-        # For example an autograd function. Classes of libraries, whose methods a script rarely replaces, are left out.
+        # A class, such as an autograd function. Library classes are left out, because a script rarely replaces their methods.
         inner: Iterable[Any] = [] if is_of_library(value) else [*filter(is_function, vars(value).values())]
     elif isinstance(value, FunctionType):
         yield value
@@ -109,7 +109,7 @@ def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionT
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function reads, and those of the functions that are defined in it."""
+    """Yield the names that a function and the functions defined in it look up as globals or attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -127,7 +127,7 @@ class Code:
         kinds = dict.fromkeys(kind for each in {*map(type, modules)} for kind in each.__mro__)
         classes = [kind for kind in kinds if kind.__module__ not in ("builtins", "abc")]
         for kind in classes:
-            copyreg._slotnames(kind)  # type: ignore[attr-defined]  # deepcopy and pickle would add this to a class later
+            copyreg._slotnames(kind)  # type: ignore[attr-defined]  # otherwise deepcopy or pickle would add this to a class later
         named = [vars(sys.modules[k.__module__]) for k in classes if k.__module__ in sys.modules and k is not nn.Module]
         forwards = [vars(kind)["forward"] for kind in classes if "forward" in vars(kind) and kind is not nn.Module]
         attributes = [
@@ -147,11 +147,11 @@ class Code:
         self.classes: list[Any] = [*map(vars, classes)]
         distinct = {id(space): space for space in spaces}.values()
         for space in distinct:
-            space.setdefault("__warningregistry__", {})  # the first warning in a Python module would add this later
+            space.setdefault("__warningregistry__", {})  # otherwise a module's first warning would add this later
         # PyTorch's parametrize counts in its globals how often its cache was opened.
         self.spaces: list[Any] = [*self.classes, *[s for s in distinct if s.get("__name__") not in COUNTING]]
         self.functions = self.reached(called)
-        # ``replaceable``: the functions that IPython's autoreload or a script might give other code or defaults
+        # ``replaceable``: the functions whose code or defaults a script or IPython's autoreload might replace
         self.replaceable = [f for f in self.functions if not is_of_torch(f.__globals__.get("__name__", ""))]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
@@ -178,7 +178,7 @@ class Code:
         return [*functions]
 
     def foreign(self) -> str:
-        """Describe code of the script or notebook that the layer runs, or state of it that a library's function holds."""
+        """Describe script code that the layer runs, or changeable state that one of its callable attributes holds, or return ""."""
         for function in self.functions:
             if not is_library(function):
                 return (
@@ -193,7 +193,7 @@ class Code:
         return ""
 
     def names(self, name: str) -> bool:
-        """Return whether a function of the layer has this name as a variable, an attribute or a string."""
+        """Return whether a function of the layer uses this name for a variable or an attribute, or as a string."""
         return any(name in all_names(function.__code__) for function in self.functions)
 
 
@@ -201,13 +201,13 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 
 
 def is_of_torch(module: str) -> bool:
-    """Return whether a Python module is of PyTorch, nf4_patch or the standard library."""
+    """Return whether a Python module belongs to PyTorch, nf4_patch or the standard library."""
     package = module.partition(".")[0]
     return package in ("torch", OURS) or package in sys.stdlib_module_names
 
 
 def held_by(value: Any) -> Iterator[Any]:
-    """Yield the values that partials and closures among a module's attributes captured."""
+    """Yield the values that a partial or closure captured, and the values that these captured in turn."""
     seen, waiting = {id(value)}, [value]
     while waiting:
         current = waiting.pop()
@@ -242,9 +242,9 @@ HOOKING = {"register_hook", "register_prehook", "retain_grad"}
 
 @contextlib.contextmanager
 def hooks_on_activations() -> Iterator[list[str]]:
-    """Yield a list that gets the names of the functions that put a hook on a tensor or an autograd node in the ``with`` block.
+    """Yield a list that gets the name of each call in the ``with`` block that puts a hook on a tensor or an autograd node.
 
-    Autograd lists no hooks, so Python's profiler notices the calls.
+    Autograd cannot list its hooks, so Python's profiler observes the calls.
     """
     found: list[str] = []
 

@@ -204,11 +204,11 @@ class Recorder:
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
     def allocated(self) -> int:
-        """Return how many bytes tensors take on the GPU, as they were requested."""
+        """Return how many bytes the tensors on the GPU requested, without the allocator's rounding."""
         return memory(self.device, "requested_bytes")
 
     def kept(self, before: int, *results: Tensor) -> int:
-        """Return how many bytes were allocated since ``allocated`` returned ``before``, apart from the results'."""
+        """Return how many more bytes than ``before`` are allocated now, without those of ``results``."""
         storages = {s.data_ptr(): s.nbytes() for s in (result.untyped_storage() for result in results)}
         return self.allocated() - before - sum(storages.values())
 
@@ -289,7 +289,7 @@ def memory(device: int, kind: str, value: str = "current") -> int:
 
 
 def give_back() -> None:
-    """Return memory that PyTorch does not use to the driver."""
+    """Return PyTorch's unused memory to the driver."""
     if not runtime.is_capturing():
         torch.cuda.empty_cache()
 

@@ -8,14 +8,14 @@ from ..patching.reasons import Reason
 
 
 class Refused(NamedTuple):
-    """What is remembered of a Refusal. An exception would keep the frames that raised it alive, and with them the model."""
+    """The data of a Refusal, to be remembered. The exception itself would keep its frames alive, and with them the model."""
 
     reason: Reason
     detail: str
 
 
 class Refusal(Exception):
-    """Says that a layer cannot be recorded, and what was found in the layer."""
+    """Raised if a layer cannot be recorded."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(detail)

@@ -154,7 +154,7 @@ def replay_on_host(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 
 
 def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
-    """Replay a layer that generates."""
+    """Replay a layer in generation."""
     with graph.recorder.lock:
         y = graph.forward(x, tensors) if graph.alive else None
     return result_of(graph, y) if y is not None else again()

@@ -173,11 +173,11 @@ class Graphs:
     # --- counts ---
 
     def put_off(self, key: Any, layer: nn.Module) -> None:
-        """Note that a layer could not be recorded now. It is tried again as if it had run eagerly until now."""
+        """Note that a layer could not be recorded now. ``is_due_again`` says when it is tried again."""
         self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
 
     def is_due_again(self, key: Any, layer: nn.Module) -> bool:
-        """Return whether a layer is recorded in this call: it was not put off, or often enough called since."""
+        """Return whether a layer may be recorded in this call. A layer that was put off is counted until it is due."""
         return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
 
     def count(self, key: Any, layer: nn.Module) -> int:
@@ -216,7 +216,7 @@ class Graphs:
         return any(id(p) in held for other in others for p in other.parameters())
 
     def uncount(self, key: Any, layer: nn.Module) -> None:
-        """Let the next eager call be the same in number as the last one."""
+        """Do not count the last eager call."""
         self.calls[key][layer] -= 1
 
     def snapshot(self, mode: str) -> GraphsStatus:
@@ -238,7 +238,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def kind_of(key: Any) -> Any:
-    """Return a key without its StaticCache: a refusal holds for every StaticCache."""
+    """Return a key without its StaticCache, because a refusal holds for every StaticCache."""
     return (*key[:-1], key[-1] is None)
 
 

@@ -1,7 +1,7 @@
 """Sliding layers of transformers' StaticCache, which count their tokens on the host.
 
-What a sliding layer does in a decode step depends on the number only in one way: whether its window is full. So a graph serves
-all tokens before, another one all tokens after. The number itself is counted at each replay.
+A sliding layer runs differently only once its window is full. So one graph serves all tokens before, and another graph all
+tokens after. Each replay counts the number itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def window_is_full(static_layer: Any) -> bool:
 
 
 def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Drop the oldest token of a full window, and append one. The library's function copies an index from the host."""
+    """Drop the oldest token of a full window and append one, without the library's copy of an index from the host."""
     if not window_is_full(static_layer) or key_states.shape[-2] != 1:
         return type(static_layer).update(static_layer, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
     static_layer.cumulative_length_int += 1
@@ -41,7 +41,7 @@ def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any
 
 @functools.cache
 def rolls_alike(kind: Any) -> bool:
-    """Return whether ``roll`` does what the installed transformers does. It is tried on a CPU."""
+    """Return whether ``roll`` gives the results of the installed transformers, by running both on a CPU."""
     try:
         theirs, ours = (kind(max_cache_len=3, sliding_window=3) for _ in range(2))
         for new in torch.arange(24.0).view(6, 1, 2, 1, 2):

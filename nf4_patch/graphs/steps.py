@@ -64,7 +64,7 @@ asked = Asked()
 
 
 def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    """Stand for ``GenerationMixin._valid_auto_compile_criteria``: say yes, too, if the decode steps may become graphs."""
+    """Replace ``GenerationMixin._valid_auto_compile_criteria``. Return True also if the decode steps may become graphs."""
     asked.model = Asked.model
     if original(model, model_kwargs, generation_config):
         return True  # transformers compiles the model
@@ -102,13 +102,13 @@ def is_static(static_cache: Any) -> bool:
 
 
 class StepWork(Work):
-    """What the graph of a decode step records: a call of the model."""
+    """The work that the graph of a decode step records: a call of the model."""
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
 
     def forward(self, recompute: bool = False) -> Tensor:
-        """Call the model, and return its logits. ``others``: the class of its result, and the names of the StaticCache in it."""
+        """Call the model and return its logits. ``others`` gets the result's class, and its names for the StaticCache."""
         task = self.task
         with task.environment.entered(), lengths_restored(task.static_cache), inside():
             result = task.function(task.static_cache, self.x, self.buffers)
@@ -117,7 +117,7 @@ class StepWork(Work):
 
 
 class Running:
-    """Stands for a step that runs."""
+    """``Stepping.by`` refers to this object while a step runs."""
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def inside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lengths_restored(static_cache: Any) -> Iterator[None]:
-    """Give sliding layers their number of tokens back after the ``with`` block."""
+    """Restore the number of tokens of sliding layers after the ``with`` block."""
     lengths = [(layer, length_of(layer)) for layer in static_cache.layers]
     try:
         with rolling(static_cache):
@@ -145,7 +145,7 @@ def lengths_restored(static_cache: Any) -> Iterator[None]:
 
 
 def host_state(static_cache: Any) -> list[Any]:
-    """Return what the layers of a StaticCache keep on the host, apart from numbers of tokens, and which tensors they hold."""
+    """Return the host state of a StaticCache's layers without their numbers of tokens, and the ids of their tensors."""
     spaces = [{n: v for n, v in vars(layer).items() if n != LENGTH} for layer in static_cache.layers]
     spaces += [{**value} for space in spaces for value in space.values() if type(value) is dict]
     return [(name, id(v) if isinstance(v, (Tensor, dict)) else v) for space in spaces for name, v in space.items()]
@@ -320,7 +320,7 @@ class Step:
     # --- the three ways in which a step runs ---
 
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
-        """Run the step eagerly where it would be recorded. Find what a replay could not repeat."""
+        """Run the step eagerly, in the modes of a recording. Find effects that a replay could not repeat."""
         static_cache, host, generator = cache_in(inputs), HostGenerators(), recorder.generator
         held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
         with (

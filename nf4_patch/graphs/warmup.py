@@ -1,4 +1,4 @@
-"""Run a layer before it is recorded, and find what a replay could not repeat."""
+"""Run a layer before it is recorded, and find effects that a replay could not repeat."""
 
 from __future__ import annotations
 
@@ -56,14 +56,13 @@ def others_draw(seconds: float) -> bool:
 
 
 class Marker:
-    """An object that lives as long as the autograd graph in which it is."""
+    """Metadata of an autograd node, which lives as long as the autograd graph."""
 
 
 class Leftovers:
     """Finds tensors of a run that stay alive after it, such as an auxiliary loss that a router appends to a list.
 
-    A replay would not append it. And what was appended belongs to the graph of the warm-up, through which no user can go
-    backward.
+    A replay would not append the loss, and no user can call ``backward()`` through the loss of a warm-up.
 
     Args:
         inputs: the leaf tensors that the run begins with.
@@ -85,7 +84,7 @@ class Leftovers:
         return any(marker() for marker in self.markers)
 
     def remove(self) -> None:
-        """From the lists that the run appended to, remove its tensors that are still alive."""
+        """Remove the run's tensors that are still alive from the lists that hold them."""
         markers = {id(marker()) for marker in self.markers}
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.requires_grad]
         for tensor in tensors:

@@ -67,10 +67,7 @@ class User:
 
 
 class Spare:
-    """Spare memory of the process. It observes the training while it has users.
-
-    CUDA graphs join as a User that wants 0 bytes: their pool counts as needed, and ``allow(0)`` asks them to give it back.
-    """
+    """Spare memory of the process. It observes the training while it has users."""
 
     def __init__(self) -> None:
         self.users: list[User] = []

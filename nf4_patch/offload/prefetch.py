@@ -157,7 +157,7 @@ class Prefetcher:
         return [block for reference in list(self.seen) if (block := reference()) is not None]
 
     def free_resident(self, freed: bool = False) -> None:
-        """Free the resident copies. ``freed``: only those of blocks that were freed."""
+        """Free all resident copies, or with ``freed`` only those of freed blocks."""
         for reference, buffer in list(self.resident.items()):
             if freed and (reference() is not None or runtime.is_capturing()):
                 continue
