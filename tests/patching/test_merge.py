@@ -223,6 +223,29 @@ def test_an_adapter_that_is_broken(on):
     assert equal(content(model), before)
 
 
+@pytest.mark.parametrize("option", [{"merge": "reversible"}, {"offload": "all"}], ids=str)
+def test_layers_that_share_a_weight(device, option):
+    """As with ``layer_replication``: what is merged into one layer must not change the other."""
+
+    def merged():
+        torch.manual_seed(0)
+        model = Model(device)
+        model.fc1.weight = model.fc0.weight
+        config = peft.LoraConfig(r=8, target_modules=["fc0", "fc1"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        model.merge_adapter()
+        contents = [content(model)]
+        model.unmerge_adapter()
+        return [*contents, content(model)]
+
+    want = merged()
+    with nf4_patch.enabled(**option):
+        got = merged()
+    assert equal(got[0], want[0])
+    if "merge" not in option:
+        assert equal(got[1], want[1])
+
+
 def test_merge_and_unload(on):
     model = adapted(on)
     model.merge_adapter()

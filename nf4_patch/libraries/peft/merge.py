@@ -8,12 +8,15 @@ into the same tensors. So CUDA graphs and cached weights stay valid.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...patching.counters import warn_once
 from ...patching.replacement import Function, around
@@ -21,6 +24,7 @@ from ...patching.switch import switch
 
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds its Unmerged
+holders = WeakIdKeyDictionary()  # the number of modules that hold each weight; each merge takes its weight's number out
 
 
 class Parts(NamedTuple):
@@ -94,6 +98,20 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
     return id(weight.quant_state), *((each.data_ptr(), each._version) for each in parts.tensors())
 
 
+def is_shared(weight: Any) -> bool:
+    """Return whether a second module holds the weight, as with ``layer_replication``. Then its bytes must stay.
+
+    One search through all modules serves the merges of a whole model.
+    """
+    if weight not in holders:
+        modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        held = [p for module in modules for p in list(module.get("_parameters", {}).values()) if p is not None]
+        numbers = Counter(map(id, held))
+        holders.clear()
+        holders.update({p: numbers[id(p)] for p in held if Parts.of(p) is not None})
+    return bool(holders.pop(weight, 1) > 1)
+
+
 def unmerged(layer: Any) -> Unmerged | None:
     """Return the bytes that peft's layer had before its merge, or None if its weight was changed since."""
     saved = vars(layer).get(NAME)
@@ -108,6 +126,10 @@ def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)
+    if parts is not None and is_shared(base.weight):
+        vars(self).pop(NAME, None)
+        original(self, *args, **kwargs)
+        return
     if parts is not None and not self.merged_adapters and gate.on:
         with torch.inference_mode(False), torch.no_grad():
             saved = saved or Unmerged(base.weight, parts)
@@ -165,7 +187,8 @@ def unmerge(original: Function, self: Any) -> None:
         if gate.on:
             warn_once(
                 'nf4_patch: merge="reversible" cannot restore a linear layer, because its adapters were merged before the option was '
-                "switched on, or other code changed the merged weight. peft quantizes the layer again"
+                "switched on, other code changed the merged weight, or another layer had the same weight (layer_replication). "
+                "peft quantizes the layer again"
             )
         with in_place(self, None):
             original(self)
