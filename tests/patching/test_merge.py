@@ -7,9 +7,11 @@ import io
 
 import pytest
 import torch
+from interrupts import interrupted_at_every_line
 from target import fallbacks
 
 import nf4_patch
+from nf4_patch.libraries.peft import merge as merging
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:(Merge|Unmerge|Already)")
@@ -256,6 +258,20 @@ def test_merge_and_unload(on):
         each for base in (unloaded.fc0, unloaded.fc1) for each in (base.weight.detach().as_subclass(torch.Tensor),)
     ]
     assert equal([each.view(torch.uint8) for each in state], [merged[0], merged[4]])
+
+
+def test_an_interrupted_unmerge_is_repeated(on):
+    model = adapted(on, bias=True, lora_bias=True)
+    before = content(model)
+    unmerge = merging.unmerge.__closure__[0].cell_contents
+    reached = []
+    for where in interrupted_at_every_line(
+        model.unmerge_adapter, merging.Parts.copy_, merging.Unmerged.mark, unmerge, before=model.merge_adapter
+    ):
+        reached.append(where)
+        model.unmerge_adapter()
+        assert equal(content(model), before), where
+    assert len(reached) > 10
 
 
 def test_a_pickled_model_has_no_bytes_of_ours(on):

@@ -62,6 +62,8 @@ class Unmerged:
     marks differ, and the bytes are not restored.
     """
 
+    restores = False  # whether a restore has begun. If it was interrupted, the next one begins again
+
     def __init__(self, weight: Any, parts: Parts):
         self.bytes = Parts(parts.packed.to("cpu", copy=True), tuple(each.to("cpu", copy=True) for each in parts.scales))
         self.bias: Tensor | None = None
@@ -69,11 +71,11 @@ class Unmerged:
 
     def mark(self, weight: Any) -> None:
         self.weight: Callable[[], Any] = weakref.ref(weight)
-        self.marks = marks_of(weight)
+        self.marks, self.restores = marks_of(weight), False
 
     def holds(self, weight: Any) -> bool:
         """Return whether the weight is as nf4_patch left it."""
-        return self.weight() is weight and self.marks == marks_of(weight)
+        return self.weight() is weight and (self.restores or self.marks == marks_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:
         copied: Unmerged = object.__new__(type(self))
@@ -193,6 +195,7 @@ def unmerge(original: Function, self: Any) -> None:
         with in_place(self, None):
             original(self)
         return
+    saved.restores = True
     with torch.inference_mode(False), torch.no_grad():
         parts.copy_(saved.bytes)
         if saved.bias is not None:
