@@ -101,6 +101,7 @@ class Record:
         self.kind: type | None = None  # the layer's class at the last ``examine``; FSDP changes it
         self.is_sharded = self.shares = self.has_state = False
         self.kept = 0  # bytes kept at the last call
+        self.input_bytes = 0  # bytes of the largest input that the layer's checkpoint would move to host memory
         self.why: Reason | None = None  # why the last call recomputes
         self.device = -1
 
@@ -179,11 +180,13 @@ class Activations:
         self.most.update({device: size for device, size in self.taken.items() if size})
 
     def wants(self) -> int:
-        """Return the most bytes that all layers of a GPU would hold together."""
-        wanted = Counter[int]()
+        """Return the most bytes that all layers of a GPU would hold together, and a layer more for the backward of a CUDA graph."""
+        wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
-            wanted[record.device] += max(record.sizes.values(), default=0)
-        return max(wanted.values(), default=0)
+            size = max(record.sizes.values(), default=0) + record.input_bytes
+            wanted[record.device] += size
+            largest[record.device] = max(largest[record.device], size)
+        return max((wanted + largest).values(), default=0)
 
     def record_of(self, layer: nn.Module) -> Record:
         record = self.records.get(layer)
@@ -383,6 +386,7 @@ def kept(target: Target, original: Function) -> Function:
         checkpoint = checkpoint_of(vars(self).get(FUNCTION))
         why, held = why_not(x, args, kwargs, checkpoint, record), record.estimate(size)
         waits = x.nbytes if checkpoint is not None and checkpoint.offloads else 0
+        record.input_bytes = max(record.input_bytes, waits)
         if why is None and (held is None or (activations.mode == "auto" and spare.waits)):
             why = Reason.ACTIVATIONS_WAITING
         elif why is None and activations.taken.get(device, 0) + held + waits > activations.budget:  # type: ignore[operator]

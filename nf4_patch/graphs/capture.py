@@ -312,7 +312,7 @@ class GraphedLayer:
         with recorder.recording(self.differentiable), cache.pinned(recorder.stream_id) as self.pins:
             with recorder.allocating():
                 x = torch.empty_like(task.x)
-                x.copy_(task.x)
+                x.copy_(task.x.detach())  # otherwise x would keep the autograd graph of this step alive
             self.record(task, x, [slot.buffer for slot in self.slots])
         self.alive = True
 

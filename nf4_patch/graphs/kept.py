@@ -182,7 +182,11 @@ def estimate_of(call: LayerCall) -> int | None:
 
 def is_measured(call: LayerCall) -> bool:
     """Return whether the size of the layer's activations is known, or not needed."""
-    return not call.layer.gradient_checkpointing or spare.why is Waits.MARGIN or estimate_of(call) is not None
+    return (
+        not call.layer.gradient_checkpointing
+        or (spare.waits and spare.why is Waits.MARGIN)
+        or estimate_of(call) is not None
+    )
 
 
 def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:

@@ -25,6 +25,9 @@ class MatmulStatus:
         return f"{size}: {'the fused matmul' if self.fused else 'the original'} runs ({times})"
 
 
+KERNELS = "fused matmul", "fused matmul with LoRA"  # the names under which launches are counted
+
+
 def report(mode: str | int) -> tuple[MatmulStatus, ...]:
     """Return the measurements of this process."""
     module = sys.modules.get(f"{__package__}.choice")  # choice.py imports torch, so it is not imported here
@@ -40,7 +43,7 @@ def used(measured: tuple[MatmulStatus, ...]) -> int:
     """Return how many products the fused matmul computed, for all targets."""
     from ..patching.counters import counters
 
-    return sum(counter.hits for (*_, kernel), counter in list(counters.hit_counters.items()) if kernel)
+    return sum(counter.hits for (*_, kernel), counter in list(counters.hit_counters.items()) if kernel in KERNELS)
 
 
 MATMUL = Option(

@@ -26,6 +26,7 @@ from . import adapter as lora_matmul
 from . import launch as matmul
 from .adapter import Adapter
 from .choice import LARGEST_M, LAST_ROWS, config_for
+from .option import KERNELS
 
 
 class FusedMatmul:
@@ -106,7 +107,7 @@ class FusedMatmul:
                 launch = lora_matmul.resolve(x, weight, bias, config, adapter[0])
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        kernel = "fused matmul" if adapter is None else "fused matmul with LoRA"
+        kernel = KERNELS[adapter is not None]
         launch.counter = counters.of(self.target, tuple(weight.shape), str(x.dtype), kernel)
         return launch
 

@@ -161,7 +161,10 @@ class Prefetcher:
         for reference, buffer in list(self.resident.items()):
             if freed and (reference() is not None or runtime.is_capturing()):
                 continue
-            self.resident[reference] = None
+            if reference() is None:
+                self.resident.pop(reference, None)
+            else:
+                self.resident[reference] = None
             if buffer is not None:
                 self.free(buffer)
         self.count()

@@ -57,7 +57,7 @@ class Counters:
 
     def anything(self) -> bool:
         """Return whether any call was counted."""
-        return bool(self.fallbacks) or any(counter.hits for counter in list(self.hit_counters.values()))
+        return bool(self.fallbacks) or any(c.hits for c in [*self.hit_counters.values(), *self.uses.values()])
 
     def hits(self, target: str) -> int:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)

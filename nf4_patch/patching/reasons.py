@@ -83,7 +83,7 @@ class Reason(enum.Enum):
         "call enable() before the function is replaced, or remove the other function, which the log names",
     )
     MERGE_CHANGED = (
-        'adapters were merged before merge="reversible" was on, or other code changed the merged weight, so peft quantizes the layer again',
+        'adapters were merged before merge="reversible" was on, layers share the weight, or other code changed it, so peft quantizes the layer again',
         "switch the option on before the adapters are merged",
     )
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"

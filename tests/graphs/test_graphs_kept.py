@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import recorders
 import test_graphed_layers as graphed
 import torch
 from alternation import crossed, thinned
@@ -304,3 +307,19 @@ def test_parameters_that_change_before_the_backward_without_checkpoints():
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_loss_that_is_thrown_away_while_layers_are_recorded_keeps_no_model(at_the_third_call, monkeypatch):
+    if not graphed.GPU:  # ``Rerun`` keeps the layer, a CUDA graph does not
+        recorders.install(monkeypatch, recorders.Operations)
+    nf4_patch.enable(graphs="auto", activations=SIZE)
+    model = model_of()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for step in range(2):
+        loss_of(model, step).backward()
+    loss_of(model, 2)
+    assert sum(map(len, graphs.kept.values())) == LAYERS
+    layers = [weakref.ref(layer) for layer in graphed.layers_of(model)]
+    del model
+    gc.collect()
+    assert [layer() for layer in layers] == [None] * LAYERS

@@ -27,6 +27,7 @@ from nf4_patch.activations.layers import activations
 from nf4_patch.cache.store import cache
 from nf4_patch.memory import spare as memory
 from nf4_patch.memory.spare import User, spare
+from nf4_patch.patching.checkpoint import Checkpoint
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -718,6 +719,17 @@ def test_activations_come_first_and_the_cache_gets_the_rest(gpu):
     assert [user.rank for user in spare.users] == [0]
     nf4_patch.enable(activations="off")
     assert not spare.users
+
+
+def test_the_budget_beside_a_cache_holds_all_layers(gpu, monkeypatch):
+    """Also where the checkpoint offloads inputs, and as CUDA graphs, whose backward takes as much as a layer more."""
+    monkeypatch.setattr(module, "checkpoint_of", lambda _: Checkpoint(reentrant=False, offloads=True))
+    model = model_of().bfloat16()
+    nf4_patch.enable(activations="auto", cache="auto")
+    train(model, 4)
+    assert status().kept == LAYERS
+    sizes = [max(record.sizes.values()) for record in activations.records.values()]
+    assert activations.budget >= sum(sizes) + max(sizes)
 
 
 def test_memory_that_others_hold_gives_way_too(gpu):

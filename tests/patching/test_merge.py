@@ -7,9 +7,11 @@ import io
 
 import pytest
 import torch
+from interrupts import interrupted_at_every_line
 from target import fallbacks
 
 import nf4_patch
+from nf4_patch.libraries.peft import merge as merging
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:(Merge|Unmerge|Already)")
@@ -236,6 +238,29 @@ def test_an_adapter_that_is_broken(on):
     assert equal(content(model), before)
 
 
+@pytest.mark.parametrize("option", [{"merge": "reversible"}, {"offload": "all"}], ids=str)
+def test_layers_that_share_a_weight(device, option):
+    """As with ``layer_replication``: what is merged into one layer must not change the other."""
+
+    def merged():
+        torch.manual_seed(0)
+        model = Model(device)
+        model.fc1.weight = model.fc0.weight
+        config = peft.LoraConfig(r=8, target_modules=["fc0", "fc1"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        model.merge_adapter()
+        contents = [content(model)]
+        model.unmerge_adapter()
+        return [*contents, content(model)]
+
+    want = merged()
+    with nf4_patch.enabled(**option):
+        got = merged()
+    assert equal(got[0], want[0])
+    if "merge" not in option:
+        assert equal(got[1], want[1])
+
+
 def test_merge_and_unload(on):
     model = adapted(on)
     model.merge_adapter()
@@ -246,6 +271,20 @@ def test_merge_and_unload(on):
         each for base in (unloaded.fc0, unloaded.fc1) for each in (base.weight.detach().as_subclass(torch.Tensor),)
     ]
     assert equal([each.view(torch.uint8) for each in state], [merged[0], merged[4]])
+
+
+def test_an_interrupted_unmerge_is_repeated(on):
+    model = adapted(on, bias=True, lora_bias=True)
+    before = content(model)
+    unmerge = merging.unmerge.__closure__[0].cell_contents
+    reached = []
+    for where in interrupted_at_every_line(
+        model.unmerge_adapter, merging.Parts.copy_, merging.Unmerged.mark, unmerge, before=model.merge_adapter
+    ):
+        reached.append(where)
+        model.unmerge_adapter()
+        assert equal(content(model), before), where
+    assert len(reached) > 10
 
 
 def test_a_pickled_model_has_no_bytes_of_ours(on):

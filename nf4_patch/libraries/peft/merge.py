@@ -8,12 +8,15 @@ into the same tensors, so that CUDA graphs stay valid.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...patching.counters import counters
 from ...patching.reasons import Reason
@@ -23,6 +26,7 @@ from ...patching.switch import switch
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds an ``Unmerged``
 fallbacks = Fallbacks("peft.tuners.lora.bnb.Linear4bit.unmerge")
+holders = WeakIdKeyDictionary()  # the number of modules that hold each weight; each merge takes its weight's number out
 
 
 class Parts(NamedTuple):
@@ -60,6 +64,8 @@ class Unmerged:
     marks differ, and the bytes are not restored.
     """
 
+    restores = False  # whether a restore has begun. If it was interrupted, the next one begins again
+
     def __init__(self, weight: Any, parts: Parts):
         self.bytes = Parts(parts.packed.to("cpu", copy=True), tuple(each.to("cpu", copy=True) for each in parts.scales))
         self.bias: Tensor | None = None
@@ -67,11 +73,11 @@ class Unmerged:
 
     def mark(self, weight: Any) -> None:
         self.weight: Callable[[], Any] = weakref.ref(weight)
-        self.marks = marks_of(weight)
+        self.marks, self.restores = marks_of(weight), False
 
     def holds(self, weight: Any) -> bool:
         """Return whether the weight is unchanged since the last ``mark``."""
-        return self.weight() is weight and self.marks == marks_of(weight)
+        return self.weight() is weight and (self.restores or self.marks == marks_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:
         copied: Unmerged = object.__new__(type(self))
@@ -96,6 +102,20 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
     return id(weight.quant_state), *((each.data_ptr(), each._version) for each in parts.tensors())
 
 
+def is_shared(weight: Any) -> bool:
+    """Return whether a second module holds the weight, as with ``layer_replication``. Then its bytes must stay.
+
+    One search through all modules serves the merges of a whole model.
+    """
+    if weight not in holders:
+        modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        held = [p for module in modules for p in list(module.get("_parameters", {}).values()) if p is not None]
+        numbers = Counter(map(id, held))
+        holders.clear()
+        holders.update({p: numbers[id(p)] for p in held if Parts.of(p) is not None})
+    return bool(holders.pop(weight, 1) > 1)
+
+
 def unmerged(layer: Any) -> Unmerged | None:
     """Return the bytes that peft's layer had before the merge, or None if other code has changed its weight."""
     saved = vars(layer).get(NAME)
@@ -111,6 +131,10 @@ def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)
+    if parts is not None and is_shared(base.weight):
+        vars(self).pop(NAME, None)
+        original(self, *args, **kwargs)
+        return
     if parts is not None and not self.merged_adapters and gate.on:
         with torch.inference_mode(False), torch.no_grad():
             saved = saved or Unmerged(base.weight, parts)
@@ -170,6 +194,7 @@ def unmerge(original: Function, self: Any) -> None:
         with in_place(self, None):
             original(self)
         return
+    saved.restores = True
     with torch.inference_mode(False), torch.no_grad():
         parts.copy_(saved.bytes)
         if saved.bias is not None:
