@@ -240,7 +240,16 @@ def uncheckpointed(function: Function, *args: Any) -> Any:
     return function(*args)
 
 
+def with_own_inputs(function: Function, *args: Any) -> Any:
+    """Call a layer so that the gradients of each input are added up inside the layer first, as by a reentrant checkpoint.
+
+    The input may have another reader, such as a loss on ``output_hidden_states``. Another order of the sum rounds otherwise.
+    """
+    return function(*[x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args])
+
+
 def keep(
+    call_layer: Function,
     original: Function,
     layer: Any,
     record: Record,
@@ -254,13 +263,14 @@ def keep(
     """Run the layer without its checkpoint, and count its activations until the autograd graph frees them.
 
     Args:
+        call_layer: stands for the checkpoint function.
         held: bytes that the layer is expected to hold.
         waits: bytes of the layer's input, if the checkpoint would move it to host memory, else 0.
     """
     measures = size not in record.exact or record.calls % AGAIN == 0
     call = Call(record, device, held + waits)
     before = allocated(device) if measures else 0
-    result = through(layer, uncheckpointed, original, args, kwargs)
+    result = through(layer, call_layer, original, args, kwargs)
     outputs = [y for y in tensors(result) if y.grad_fn is not None]
     if measures:
         held = allocated(device) - before - sum(y.nbytes for y in outputs)
@@ -395,7 +405,8 @@ def kept(target: Target, original: Function) -> Function:
         if why is None:
             uses.hits += 1
             record.kept = held + waits  # type: ignore[operator]
-            return keep, original, self, record, size, held, waits, device, args, kwargs
+            call_layer = with_own_inputs if checkpoint.reentrant else uncheckpointed  # type: ignore[union-attr]
+            return keep, call_layer, original, self, record, size, held, waits, device, args, kwargs
         fallbacks.count(why)
         if why in MEASURED and (size not in record.sizes or record.calls % AGAIN == 0):
             record.exact.discard(size)

@@ -309,7 +309,8 @@ def test_parameters_that_change_before_the_backward_without_checkpoints():
             loss.backward()
 
 
-def test_a_loss_that_is_thrown_away_while_layers_are_recorded_keeps_no_model(at_the_third_call, monkeypatch):
+@pytest.mark.usefixtures("at_the_third_call")
+def test_a_loss_that_is_thrown_away_while_layers_are_recorded_keeps_no_model(monkeypatch):
     if not graphed.GPU:  # ``Rerun`` keeps the layer, a CUDA graph does not
         recorders.install(monkeypatch, recorders.Operations)
     nf4_patch.enable(graphs="auto", activations=SIZE)

@@ -298,6 +298,20 @@ def test_retain_graph_and_a_second_backward(kwargs):
 
 
 @BOTH
+def test_a_loss_that_reads_a_hidden_state(kwargs):
+    """Its gradient is added to the sum of those inside the next layer, in the order of the checkpoint."""
+    gradients = []
+    for each in (model_of(kwargs).bfloat16(), model_of(kwargs).bfloat16()):
+        if gradients:
+            measured(each)
+        torch.manual_seed(3)
+        found = each(input_ids=batch(), labels=batch(), output_hidden_states=True)
+        (found.loss + sum(state.float().pow(2).mean() for state in found.hidden_states)).backward()
+        gradients.append([p.grad for p in trained(each)])
+    assert status().kept == LAYERS and equal(*gradients)
+
+
+@BOTH
 def test_two_forwards_before_their_backward(kwargs):
     """As in DPO. Under a reentrant checkpoint, a layer that waits for its backward recomputes the next call."""
     stock, model = model_of(kwargs), model_of(kwargs)
