@@ -83,8 +83,8 @@ class Reason(enum.Enum):
         "call enable() before the function is replaced, or remove the other function, which the log names",
     )
     MERGE_CHANGED = (
-        'adapters were merged before merge="reversible" was on, layers share the weight, or other code changed it, so peft quantizes the layer again',
-        "switch the option on before the adapters are merged",
+        "layers share the weight, other code changed it, or the option was off in the merge, so peft quantizes the weight again",
+        "switch the option on before the merge",
     )
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or selected per row (adapter_names)"
     LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...), or has a bias or a tensor as its scaling"
