@@ -44,7 +44,7 @@ StopRecomputation: Any = getattr(torch.utils.checkpoint, "_StopRecomputationErro
 
 
 class InputSize(NamedTuple):
-    """The size of a layer's input, and what else decides how much memory its activations take."""
+    """The size of a layer's input, and in ``kind`` the other properties that decide how much memory its activations take."""
 
     rows: int
     length: int
@@ -119,7 +119,7 @@ class Record:
                     self.shares = other.shares = True
 
     def estimate(self, size: InputSize) -> int | None:
-        """Return how many bytes the layer holds for an input of this size, at most. None: that is not known yet.
+        """Return the most bytes that the layer holds for an input of this size, or None if unknown.
 
         A size that was not measured counts as the next larger one, scaled by the number of rows.
         """
@@ -328,7 +328,7 @@ def measure(
 
 
 def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a reentrant checkpoint lets gradients through only in part, or the layer may write to a list or dict.
+    """Return whether a reentrant checkpoint would drop gradients, or the layer may write to a list or dict.
 
     Such a checkpoint returns gradients only for tensors in ``args``, if one requires a gradient.
     """
@@ -363,7 +363,7 @@ def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint,
 
 
 def note(layer: nn.Module, x: Tensor, why: Reason | None, size: int) -> None:
-    """Note what a call did that ran as a CUDA graph: it kept ``size`` bytes, or ``why`` it recomputed."""
+    """Record that a call ran as a CUDA graph, and kept ``size`` bytes or recomputed for the Reason ``why``."""
     record = activations.record_of(layer)
     record.calls += 1
     record.why, record.kept, record.device = why, size, x.get_device()

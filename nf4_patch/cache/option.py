@@ -57,7 +57,6 @@ def report(mode: str | int) -> CacheStatus:
 
 
 def lines(cache: CacheStatus) -> list[str]:
-    """Return the lines of ``print(status())`` about the cache."""
     if cache.mode == "off" and not cache.hits:
         return []
     found = [str(cache)]

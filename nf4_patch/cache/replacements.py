@@ -15,7 +15,7 @@ from .store import cache
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that the cache first drops its weak references to the tensor.
 
-    ``torch.utils.swap_tensors`` calls it and refuses such tensors. Other modules might hold ``swap_tensors`` itself.
+    ``torch.utils.swap_tensors`` refuses tensors with weak references. It is not replaced itself, because other modules might hold it.
     """
 
     def attempt(object: Any, /) -> Any:

@@ -79,7 +79,7 @@ class Cache(dequantizer.Reader):
             self.pinning, self.pins = -1, []
 
     def invalidate(self, entry: CacheEntry) -> None:
-        """Free what an entry holds. This runs at any time, in any thread, when a tensor of the packed weight is freed."""
+        """Free an entry's dense copy and scales. This may run at any time, in any thread."""
         entry.views, entry.scales = None, ()  # scales may lie in pinned host memory, with the whole layer
         self.death = object()
 

@@ -214,7 +214,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def leaving_enough(self, part: int = 0, held: int = 0) -> Iterator[None]:
-        """Record inside the ``with`` block, and check that the GPU still has enough memory for the rest of a step.
+        """Check before and after the ``with`` block, which records graphs, that the GPU has enough memory for the rest of a step.
 
         The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
 
@@ -225,7 +225,7 @@ class Recorder:
         Raises:
             torch.OutOfMemoryError: there would be too little memory.
         """
-        self.check(part, held)  # Already a warm-up takes memory that stays, such as a workspace of cuBLAS.
+        self.check(part, held)  # A warm-up already takes memory that stays allocated, such as cuBLAS's workspace.
         before = memory(self.device, "reserved_bytes")
         yield
         self.taken += memory(self.device, "reserved_bytes") - before
@@ -302,7 +302,7 @@ def restore(generator: Any, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def modes_of_recording(differentiable: bool) -> Iterator[None]:
-    """Enter the modes in which layers are warmed up and recorded. Both run their backward in this thread.
+    """Enter the modes in which layers are warmed up and recorded. The backward runs in this thread too.
 
     A recorder's pool and its capture mode apply to one thread only.
     """

@@ -103,7 +103,9 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
                 watching.clear()
                 graphs.keep(call.key, layer, found)
                 return found
-            if found.reason is not Reason.GRAPH_MEMORY or not call.trains:  # The graphs of the training stay.
+            if (
+                found.reason is not Reason.GRAPH_MEMORY or not call.trains
+            ):  # A decode step never drops the graphs of the training.
                 return found
             graphs.drop()
             # Without the graphs of shorter inputs, the memory may be enough. Those are recorded again later, and can use
@@ -175,7 +177,7 @@ def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | No
 def why_not_replayed(
     module: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False
 ) -> Refused | None:
-    """Return why a replay could not stand for a call of a layer or model, whatever its arguments are, or None."""
+    """Return why no replay can replace a call of a layer or model, whatever the arguments are, or None."""
     if detail := fingerprint.code.foreign():
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if is_sharded(module, fingerprint):
@@ -214,7 +216,7 @@ def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
 
 
 def task_of(call: LayerCall, layer_call: Function, fingerprint: Fingerprint, watching: list[bool]) -> Task:
-    """Return what a capture needs.
+    """Describe the capture of a call.
 
     Raises:
         Refusal: the layer reads an argument that a graph drops.

@@ -46,7 +46,7 @@ class Stepping(threading.local):
 
     by: Callable[[], Any] = staticmethod(
         lambda: None
-    )  # a weak reference, which an interrupt of the cleanup cannot leave on
+    )  # weak, so that an interrupt of the cleanup cannot leave ``on`` True
 
     @property
     def on(self) -> bool:

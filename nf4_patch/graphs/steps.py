@@ -42,7 +42,7 @@ from .shapes import Stepping, decoder_layers, graphs
 from .sliding import LENGTH, length_of, rolling, window_is_full
 from .warmup import RUNS, HostGenerators, LayerState
 
-# KINDS: layers of a StaticCache of which it is known what they keep on the host
+# KINDS: the kinds of StaticCache layers whose state on the host is known
 KINDS = {
     "StaticLayer",
     "StaticSlidingWindowLayer",
@@ -209,7 +209,7 @@ class Step:
     # --- what to do with a call ---
 
     def plan(self, inputs: dict[str, Any]) -> Any:
-        """Return (function, *arguments) that computes the step, None if the model has to, or a Reason if it has to from now on."""
+        """Return (function, *arguments) that computes the step. None: the model computes it. A Reason: and all later steps."""
         x, static_cache = inputs.get("input_ids"), cache_in(inputs)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != 1:
             return None  # a part of the prompt

@@ -1,6 +1,6 @@
 """Find out whether another thread of the process might use the GPU.
 
-While a CUDA graph is captured, such a thread would fail: PyTorch's random generator of the GPU and ``torch.cuda.synchronize``
+While a CUDA graph is captured, such a thread would fail, because PyTorch's random generator of the GPU and ``torch.cuda.synchronize``
 belong to the whole process. PyTorch does not say which threads use the GPU, so this module reads their stacks.
 """
 
@@ -20,7 +20,7 @@ HARMLESS = "torch.utils.data.", "torch._inductor.", "torch.multiprocessing."
 INSTALLED = tuple({os.path.join(os.path.realpath(path), "") for path in sysconfig.get_paths().values()})
 
 
-@functools.lru_cache(maxsize=4096)  # by the file: equal code objects may be of two files
+@functools.lru_cache(maxsize=4096)  # keyed by file, because equal code objects may come from different files
 def is_installed(file: str) -> bool:
     """Return whether a function's file belongs to Python or to an installed library."""
     return file.startswith("<frozen ") or os.path.realpath(file).startswith(INSTALLED)

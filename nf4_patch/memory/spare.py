@@ -191,7 +191,7 @@ class Spare:
                 self.give_back(Waits.OTHER_PROCESS, device)
 
     def give_back(self, why: Waits, *numbers: int) -> None:
-        """Take all users' memory back to the driver, so that only what training needs stays reserved. Wait for two training steps."""
+        """Return all users' memory to the driver, and wait for two training steps."""
         self.steps, self.waits = 0, True
         self.why, self.numbers = why, numbers
         held = any(any((user.most or user.taken).values()) for user in self.users)
@@ -202,7 +202,7 @@ class Spare:
             self.settle()
 
     def settle(self) -> None:
-        """Free PyTorch's unused blocks. Activations that wait for their backward are freed one step later."""
+        """Return PyTorch's unused blocks to the driver. If activations still wait for their backward, repeat this one step later."""
         self.unsettled = any(any(user.taken.values()) for user in self.users)
         runtime.empty_cache()
 

@@ -106,7 +106,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return which bytes of ``host`` are this tensor, or None if it is none of the block's tensors, such as a slice of one."""
+        """Return the slice of ``host`` with this tensor's bytes, or None if the tensor is not in the block as a whole."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()

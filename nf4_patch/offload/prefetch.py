@@ -1,6 +1,6 @@
 """Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
-The copies run on a separate CUDA stream, into two buffers per GPU in turn. With ``offload="auto"``, spare memory holds resident
+The copies run on a separate CUDA stream, alternating between two buffers per GPU. With ``offload="auto"``, spare memory holds resident
 copies of further layers. The weights themselves stay in host memory, so a resident copy can be freed at any time.
 """
 
@@ -88,7 +88,7 @@ class Prefetcher:
     ) -> Any:
         """Return ``run(copy)`` for the weight's resident copy, or for its copy in a prefetch buffer, which is made now if there is none.
 
-        None: a slice.
+        None: the weight is a slice, which is not copied.
         """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         address = fingerprint[0]
@@ -170,7 +170,7 @@ class Prefetcher:
         self.count()
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """Record the read of ``block``. Return the block that came next when it was last read after the same block, or None."""
+        """Record the read of ``block``. Predict the next block, which followed when ``block`` was last read after the same block."""
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
@@ -179,7 +179,7 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: nobody waits for it yet."""
+        """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: this is a prefetch."""
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
         # these writes. A prefetch need not wait: a write changes a fingerprint, and ``read`` then copies the weight
@@ -259,9 +259,9 @@ class Prefetch(dequantizer.Prefetch):
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes at every write.
+    """Return a fingerprint that changes at every write, or None if a write could go unnoticed.
 
-    None: an inference tensor has no version counter, and ``parameter.data`` has one of its own.
+    An inference tensor has no version counter, and ``parameter.data`` has one of its own.
     """
     packed, absmax, absmax2, *_ = weight
     if not isinstance(weight.owner(), torch.nn.Parameter):
@@ -278,7 +278,6 @@ def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
 
 
 def snapshot() -> dict[str, OffloadStatus]:
-    """Return the offload status by GPU."""
     found, held = {}, living()
     auto = user in spare.users
     waits, numbers = (spare.why.name, spare.numbers) if auto and spare.waits else ("", ())
