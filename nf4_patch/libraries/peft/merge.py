@@ -105,14 +105,17 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
 def is_shared(weight: Any) -> bool:
     """Return whether a second module holds the weight, as with ``layer_replication``. Then its bytes must stay.
 
-    One search through all modules serves the merges of a whole model.
+    One search through all modules serves the merges of a whole model, so it notes only weights of layers with adapters.
     """
     if weight not in holders:
         modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-        held = [p for module in modules for p in list(module.get("_parameters", {}).values()) if p is not None]
-        numbers = Counter(map(id, held))
+        numbers = Counter(id(p) for module in modules for p in list(module.get("_parameters", {}).values()))
+        bases = [
+            vars(module["_modules"]["base_layer"]) for module in modules if "base_layer" in module.get("_modules", {})
+        ]
+        found = [p for base in bases for p in list(base.get("_parameters", {}).values()) if Parts.of(p) is not None]
         holders.clear()
-        holders.update({p: numbers[id(p)] for p in held if Parts.of(p) is not None})
+        holders.update({p: numbers[id(p)] for p in found})
     return bool(holders.pop(weight, 1) > 1)
 
 
