@@ -7,6 +7,7 @@ switches it on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -51,8 +52,10 @@ class FusedMatmul:
             out: the tensor for the result. If it is None, a new tensor is returned.
             adapter: the LoRA adapter whose product scale * (x @ A.T) @ B.T is added. It is not supported with ``out``.
         """
-        if dequantizer.prefetch.on:
-            found = dequantizer.prefetch.read(weight, lambda copy: self.run(x, copy, bias, out, adapter))
+        if dequantizer.prefetch.on:  # no lambda, see ``Dequantizer.run``
+            found = dequantizer.prefetch.read(
+                weight, functools.partial(self.run, x, bias=bias, out=out, adapter=adapter)
+            )
             if found is not None:
                 return found
         if adapter is not None and not (lora_matmul.is_readable(adapter[0]) and lora_matmul.is_readable(adapter[1])):
