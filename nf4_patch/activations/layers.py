@@ -263,7 +263,7 @@ def keep(
     """Run the layer without its checkpoint, and count its activations until the autograd graph frees them.
 
     Args:
-        call_layer: stands for the checkpoint function.
+        call_layer: runs in place of the checkpoint function.
         held: bytes that the layer is expected to hold.
         waits: bytes of the layer's input, if the checkpoint would move it to host memory, else 0.
     """

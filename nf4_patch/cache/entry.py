@@ -57,7 +57,7 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release all but ``size`` and ``dense_memory``, because memory counts until the last caller frees the dense copy."""
+        """Release all but ``size`` and ``dense_memory``, which still count until the last caller frees the dense copy."""
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:

@@ -330,7 +330,7 @@ class Cache(dequantizer.Reader):
         )
 
     def compare(self, cached: Tensor, decoded: Tensor) -> None:
-        """Raise StaleWeightError if the bits differ, after emptying the cache."""
+        """If the bits differ, empty the cache and raise StaleWeightError."""
         if not runtime.same_bits(cached, decoded):
             self.release()
             raise StaleWeightError(

@@ -31,8 +31,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     but only once if it occurs several times.
 
     Raises:
-        Unsupported: a graph cannot replay an argument, for example an inference tensor or an object of another class
-            than tensor, plain value, tuple, list or dict.
+        Unsupported: a graph cannot replay an argument, for example an inference tensor, or anything but a tensor, plain value, tuple, list or dict.
     """
     kind = type(value)
     if kind in PLAIN:

@@ -1,4 +1,4 @@
-"""Decide which calls of a decoder layer graphs may replace, and describe such a call."""
+"""Decide which decoder-layer calls a graph may replace, and describe such a call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
         """Describe a call of ``layer``.
 
         Raises:
-            Unsupported: a graph cannot replay an argument.
+            Unsupported: some argument cannot be replayed.
         """
         tensors: list[Tensor] = []
         environment, config = Environment.current(), switch.config

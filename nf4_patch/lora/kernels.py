@@ -39,7 +39,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return the offset of an element of the factor, given its index ``column`` in the width and ``r`` in the rank."""
+    """Return the offset of an element of the factor, at ``column`` along the width and ``r`` along the rank."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:

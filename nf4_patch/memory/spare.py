@@ -143,7 +143,7 @@ class Spare:
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, x: Any) -> None:
-        """Update the budget. The batch's size is that of the activations [..., length, features] in ``x``, also inside lists and dicts."""
+        """Update the budget. Read the batch size from the activations [..., length, features] in ``x``, even nested in lists or dicts."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
         if not self.users or not found or runtime.is_capturing():
             return

@@ -144,8 +144,8 @@ class Weighted(torch.autograd.Function):
     The projection is linear, so the weights can multiply the gradient of its input instead of the gradient of its output.
     The output then need not be saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns two views of the input. The weights multiply the gradient of the first view, which the frozen weight
-    uses. They do not multiply the gradient of LoRA's view, because ``products`` has already applied them there.
+    The forward returns two views of the input. The router's weights scale only the gradient of the first view, which feeds the frozen projection. For the second, LoRA's view,
+    ``products`` has already applied them.
     """
 
     @staticmethod

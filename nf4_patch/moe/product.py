@@ -43,8 +43,7 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: the stack's memory was freed or written to since the forward. In compiled code, only autograd
-                notices a write.
+            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code leaves writes to autograd's check.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):

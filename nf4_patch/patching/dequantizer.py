@@ -67,7 +67,7 @@ reader = Reader()
 
 
 class Prefetch:
-    """Interface for prefetching offloaded weights. This base class copies nothing. offload/prefetch.py replaces ``prefetch``."""
+    """Interface for prefetching offloaded weights. This base class copies nothing. offload/prefetch.py replaces the global ``prefetch``."""
 
     on = False  # ``read`` is called only while this is True.
 

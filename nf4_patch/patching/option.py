@@ -132,7 +132,7 @@ class Option(Variable):
         return "off" if text == "false" else text
 
     def lacks(self) -> tuple[str, ...]:
-        """Return the library releases of which the option needs at least one, such as "peft >= 0.17".
+        """Return the releases, such as "peft >= 0.17", any one of which satisfies the option.
 
         The result is empty if one of them is installed. A library without metadata, for example a checkout on
         PYTHONPATH, counts as installed.

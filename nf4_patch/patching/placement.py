@@ -52,7 +52,7 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """Return the function at the target's name now, from the current module, which might have been reloaded."""
+        """Return the function now under the target's name, even if its module was reloaded."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
@@ -89,7 +89,7 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Add pairs for the functions that ``function`` wraps, if other modules still hold them.
+        """Add a pair for each function that ``function`` wraps and another module still holds.
 
         A module holds such a function if it imported the function by name before another library wrapped it.
         """

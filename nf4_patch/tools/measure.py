@@ -156,7 +156,7 @@ def about(model: str) -> dict[str, str]:
 
 
 def turn(model: Any, tokens: int, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Run steps of one side that learn. Then time steps with a learning rate of 0, which all have the same loss."""
+    """Train one side for some steps. Then time steps with a learning rate of 0, which all have the same loss."""
     try:
         with patch(options is not None, **options or {}):
             # one optimizer, because before the first step of another, cached weights and activations are dropped
