@@ -28,7 +28,7 @@ class CacheEntry:
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight's tensors and versions before the decoding, so that a write during it makes the entry invalid.
+        """Record the weight's tensors and versions before decoding, so that a write meanwhile makes the entry invalid.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.

@@ -229,7 +229,7 @@ class Work:
         Autocast is off, because it is also off in the thread in which autograd runs an eager backward.
 
         Returns:
-            The gradient of x, or None if x requires no gradient. Then one flat tensor for each dtype, with the gradients
+            The gradient of x, or None if x requires no gradient. After it, one flat tensor per dtype, with the gradients
                 of all parameters in ``used`` that have this dtype.
         """
         inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
@@ -338,7 +338,7 @@ class GraphedLayer:
         self.shapes = [aligned(same) for same in shapes]
 
     def hold(self, work: Work, y: Tensor) -> None:
-        """Keep the forward's activations alive if ``keeps``. Here the second graph recomputes them."""
+        """Keep the forward's activations alive if ``keeps``. This class does not, because its second graph recomputes them."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)

@@ -117,7 +117,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 class Code:
-    """The functions that a layer may run, found by name from the methods that every call runs.
+    """Functions that a layer may run, found by following names from the methods that every call runs.
 
     ``spaces`` are the namespaces in which these names are looked up: the classes of the layer's modules and the Python modules
     of these classes, ``torch.nn.functional``, and the Python modules of the attention and experts functions that a config names.

@@ -370,7 +370,7 @@ class Step:
 
 
 def room_in(static_cache: Any) -> int:
-    """Return for how many more tokens the StaticCache has room. Sliding and linear layers always have room."""
+    """Return how many more tokens fit into the StaticCache. Sliding and linear layers always have room."""
     found = [layer for layer in static_cache.layers if hasattr(layer, "cumulative_length") and length_of(layer) is None]
     return int(found[0].max_cache_len - found[0].cumulative_length) if found else sys.maxsize
 

@@ -31,7 +31,7 @@ class HostGenerators:
         self.of_numpy: Any = self.numpy and self.numpy.get_state()
 
     def moved(self, apart_from: Any = None) -> bool:
-        """Return whether a generator other than ``apart_from`` was used since."""
+        """Return whether a generator other than ``apart_from`` was used since this object was made."""
         if self.numpy:
             name, keys, *rest = self.of_numpy
             now, keys_now, *rest_now = self.numpy.get_state()

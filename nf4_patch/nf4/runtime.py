@@ -256,8 +256,7 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
         arguments: sample arguments, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
         kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of 16.
-        options: options of Triton's compiler. With ``launch_pdl``, the kernel might start before the previous kernel ends,
-            and must itself wait for its results (Triton >= 3.6, sm_90).
+        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before its predecessor ends, so it must wait for that one's results (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:

@@ -48,8 +48,8 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        It is found by addresses, shape and dtype. One call into PyTorch then compares the tensors with those that were registered (class,
-        dispatch keys, dtype, device, sizes, strides), which takes a third of the time of a fingerprint and implies the same one.
+        It is found by addresses, shape and dtype. One call into PyTorch then compares the tensors with the registered ones (class, dispatch keys, dtype, device, sizes, strides).
+        A match implies an equal fingerprint, in a third of the time.
 
         Raises:
             AttributeError: a field is not a tensor.

@@ -83,9 +83,8 @@ class Dequantizer:
 
     Args:
         target: the target's name.
-        readers: the common start of the names of modules that only read the result, such as "unsloth.". Only callers in
-            these modules may get a cached tensor, and all others get a new one. With "", callers are not checked, and
-            only the argument ``only_read`` of a call decides.
+        readers: the name prefix of modules that only read the result, such as "unsloth.". Only callers in
+            these modules may get a cached tensor, and all others get a new one. With "", callers are not checked, and only the call's argument ``only_read`` decides.
     """
 
     def __init__(self, target: str, readers: str = ""):

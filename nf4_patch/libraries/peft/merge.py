@@ -105,7 +105,7 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
 def is_shared(weight: Any) -> bool:
     """Return whether a second module holds the weight, as with ``layer_replication``. Then its bytes must stay.
 
-    One search through all modules serves the merges of a whole model, so it notes only weights of layers with adapters.
+    One search through all modules serves every merge of a model. It notes only weights of layers with adapters.
     """
     if weight not in holders:
         modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]

@@ -315,7 +315,7 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
     Nested absmax is first decoded to fp32, because its offset differs between experts. This takes 0.37 bits more per weight.
 
     Args:
-        parts: the checkpoint's keys of the experts, by (converter, pattern) as in ``targets``.
+        parts: the experts' keys in the checkpoint, by (converter, pattern) as in ``targets``.
         read: returns the packed weight of a key as a parameter.
 
     Raises:
