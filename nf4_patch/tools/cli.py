@@ -116,9 +116,7 @@ def wrapped(text: str) -> str:
 @main.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too, which takes 8 s, instead of judging by its release.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every target, replaced or not, and every kernel.")
-@click.option(
-    "--offload", metavar="MODEL", default="", help="Also say what offload= a model needs, by its name or folder."
-)
+@click.option("--offload", metavar="MODEL", help="Also say what offload= a model needs, by its name or folder.")
 @click.option(
     "--measure", metavar="[MODEL]", is_flag=False, flag_value="", help="Instead, time training steps on this GPU with "
     "and without the patch, in two minutes. MODEL is a name or folder, whose shapes are used; without it, Llama-3.1-8B.",
@@ -126,10 +124,14 @@ def wrapped(text: str) -> str:
 @click.option("--layers", type=click.IntRange(1), default=4, show_default=True, help="Layers to measure, if they fit.")
 @click.pass_obj
 def doctor(
-    tell: Progress, unsloth: bool, verbose: bool, offload: str, measure: str | None, layers: int
+    tell: Progress, unsloth: bool, verbose: bool, offload: str | None, measure: str | None, layers: int
 ) -> Report:  # fmt: skip
     """Say whether training on this machine would get faster, and what to type, or why not."""
+    if offload == "":
+        raise click.UsageError("--offload needs the name or folder of a model")
     if measure is not None:
+        if offload:
+            raise click.UsageError("--measure and --offload are two questions. Ask one at a time")
         if unsloth:
             raise click.UsageError("--measure times peft's layers, which --unsloth would patch. Use one of the two")
         require_gpu()
@@ -139,7 +141,7 @@ def doctor(
         return measuring.measure(measure, layers, tell)
     from . import doctor
 
-    return doctor.examine(unsloth, tell, verbose, offload)
+    return doctor.examine(unsloth, tell, verbose, offload or "")
 
 
 @main.command()

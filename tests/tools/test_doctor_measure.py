@@ -223,6 +223,8 @@ def test_what_did_not_help_is_named():
     ("words", "code", "said"),
     [
         (["--measure", "--unsloth"], 2, "--measure times peft's layers, which --unsloth would patch"),
+        (["--measure", "--offload", "Qwen/Qwen3-8B"], 2, "--measure and --offload are two questions"),
+        (["--offload", ""], 2, "--offload needs the name or folder of a model"),
         (["--measure", "--layers", "0"], 2, "'--layers': 0 is not in the range"),
         (["--measure", "/no/folder"], 1, "transformers cannot read the configuration of /no/folder: "),
         pytest.param(
