@@ -310,6 +310,25 @@ def test_parameters_that_change_before_the_backward_without_checkpoints():
 
 
 @pytest.mark.usefixtures("at_the_third_call")
+@pytest.mark.parametrize("activations", ["off", "8GiB"])
+def test_a_reentrant_checkpoint_whose_result_other_code_reads(activations):
+    """Gradients inside a layer are added up before that of the other reader, with graphs and without."""
+
+    def step_of(model, optimizer, step):
+        inner, ids, states = model.base_model.model.model, tokens(step), []
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            x = inner.embed_tokens(ids)
+            places = torch.arange(ids.shape[1], device=ids.device)[None]
+            arguments = {"position_ids": places, "position_embeddings": inner.rotary_emb(x, places)}
+            for layer in inner.layers:
+                states.append(x := layer(x, attention_mask=None, **arguments))
+            loss = sum(state.float().pow(2).mean() for state in states)
+        loss.backward()
+        return [loss.item()]
+
+    assert graphed.compared(lambda: model_of(True), step_of, activations=activations)["replays"]
+
+
 def test_a_loss_that_is_thrown_away_while_layers_are_recorded_keeps_no_model(monkeypatch):
     if not graphed.GPU:  # ``Rerun`` keeps the layer, a CUDA graph does not
         recorders.install(monkeypatch, recorders.Operations)
