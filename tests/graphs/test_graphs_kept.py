@@ -15,7 +15,7 @@ from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, opti
 
 import nf4_patch
 from nf4_patch.activations.layers import Record
-from nf4_patch.graphs import recording
+from nf4_patch.graphs import kept, recording
 from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.graphs.refusal import Refusal
@@ -343,3 +343,13 @@ def test_a_loss_that_is_thrown_away_while_layers_are_recorded_keeps_no_model(mon
     del model
     gc.collect()
     assert [layer() for layer in layers] == [None] * LAYERS
+
+
+def test_a_margin_of_an_earlier_budget_decides_nothing(monkeypatch):
+    """Once there is a budget, a layer is recorded only after its size was measured."""
+    monkeypatch.setattr(kept, "estimate_of", lambda call: None)
+    call = SimpleNamespace(layer=SimpleNamespace(gradient_checkpointing=True))
+    monkeypatch.setattr(kept.spare, "why", kept.Waits.MARGIN)
+    for waits in (True, False):
+        monkeypatch.setattr(kept.spare, "waits", waits)
+        assert kept.is_measured(call) is waits

@@ -735,6 +735,11 @@ def test_activations_come_first_and_the_cache_gets_the_rest(gpu):
     assert not spare.users
 
 
+def test_two_options_share_memory_before_any_training(gpu):
+    nf4_patch.enable(activations="auto", cache="auto")
+    assert nf4_patch.status().cache.waits == status().waits == "TRAINING"
+
+
 def test_the_budget_beside_a_cache_holds_all_layers(gpu, monkeypatch):
     """Also where the checkpoint offloads inputs, and as CUDA graphs, whose backward takes as much as a layer more."""
     monkeypatch.setattr(module, "checkpoint_of", lambda _: Checkpoint(reentrant=False, offloads=True))

@@ -12,6 +12,7 @@ from target import fallbacks
 
 import nf4_patch
 from nf4_patch.libraries.peft import merge as merging
+from nf4_patch.patching.counters import counters
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:(Merge|Unmerge|Already)")
@@ -181,6 +182,20 @@ def test_status_says_how_many_layers_were_restored(on, caplog):
     assert (effect.used, effect.refused) == (1, {"MERGE_CHANGED": 1})
     assert 'merge="reversible": 1 of 2 unmerged layers, because 1 x MERGE_CHANGED' in str(nf4_patch.status())
     assert len([each for each in caplog.records if "MERGE_CHANGED" in each.message]) == 1
+
+
+def test_what_is_no_launch_counts_for_its_own_option(on):
+    """A dequantization that was corrected on a CPU is no fused product, and a merge is a use of the patch."""
+    counters.of("test", (1152, 4304), "bfloat16", "on the CPU").hits += 1
+    nf4_patch.enable(matmul="auto")
+    assert nf4_patch.status().options["matmul"].used == 0
+    counters.reset()
+    assert not counters.anything()
+    model = adapted(on)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    counters.fallbacks.clear()
+    assert nf4_patch.status().options["merge"].used == 2 and counters.anything()
 
 
 def test_a_changed_merged_weight_is_not_restored(on):
