@@ -118,6 +118,12 @@ class Graphs:
         if oldest is not None:
             reset(self.recordings.pop(oldest))
 
+    def knows_step(self, model: nn.Module) -> bool:
+        """Return whether a decode step of the model is recorded, and the model is as it was then."""
+        found = [layers.get(model) for key, layers in list(self.recordings.items()) if key[0] == "step"]
+        latest = next((graph for graph in reversed(found) if graph is not None), None)
+        return latest is not None and bool(latest.fingerprint.holds())
+
     def drop(self) -> None:
         """Free every recording and return its memory to the driver. Layers are recorded again at their next call."""
         with self.lock:

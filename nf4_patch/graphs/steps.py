@@ -40,6 +40,7 @@ from .refusal import Refusal, Refused
 from .replay import stream_of
 from .shapes import Stepping, decoder_layers, graphs
 from .sliding import LENGTH, length_of, rolling, window_is_full
+from .stopping import current
 from .warmup import RUNS, HostGenerators, LayerState
 
 # KINDS: the kinds of StaticCache layers whose state on the host is known
@@ -84,6 +85,8 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
 def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
     """Replace ``PreTrainedModel.get_compiled_call``."""
     is_step, asked.model = asked.model() is model, Asked.model
+    if is_step and current.sample is not None:
+        current.sample.model = model
     return Step(model) if is_step else original(model, compile_config)
 
 
@@ -180,6 +183,8 @@ class Step:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         plan: Any = None
+        if current.sample is not None:
+            current.sample.step_begins()
         if not (args or self.refused or is_compiling()) and switch.gates["graphs"].on:
             try:
                 plan = self.plan(inputs)

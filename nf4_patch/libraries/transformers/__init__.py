@@ -40,6 +40,28 @@ LIBRARY = Library(
         ),
         *(
             Target(
+                f"transformers.generation.utils:{function}", ">= 5.17", ("5.17.0", "5.24.0"),
+                (parameters,), f".libraries.transformers.layers:{replace}",
+                covers + ', with enable(graphs="auto") only',
+                option="graphs", uncounted="status().graphs counts the replays",
+            )
+            for function, parameters, replace, covers in (
+                ("GenerationMixin._sample",
+                 ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "model_kwargs"),
+                 "sample", "whether generate() may learn one token late that it has to stop"),
+                ("DeferredStopCheck.is_supported", ("device", "cache", "cache_is_returned", "is_assistant"), "is_supported",
+                 "generate() does not wait for the GPU at each token"),
+                ("DeferredStopCheck.finish", ("self",), "finish", "the random numbers of the token that is dropped"),
+            )
+        ),
+        Target(
+            "transformers.integrations.sdpa_attention:repeat_kv", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
+            (("hidden_states", "n_rep"),), ".libraries.transformers.layers:repeat_kv",
+            'keys and values are copied for each head that reads them in words of 16 bytes, with enable(graphs="auto") only',
+            option="graphs", uncounted="status().graphs counts the replays",
+        ),
+        *(
+            Target(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_EXPERTS,
                 EXPERTS_FORWARD, f".libraries.transformers.experts:{name}",
                 f'{covers}, with enable(experts="4bit") only',

@@ -1,0 +1,270 @@
+"""generate() reads its stop flag one token late. Tokens, random numbers and calls of the user's code are those without graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import recorders
+import test_graphed_layers as graphed
+import torch
+import transformers
+from test_decode_steps import LENGTH, model_of
+from test_graphed_layers import DEVICE, GPU
+from torch import Tensor
+from transformers.generation import utils
+
+import nf4_patch
+from nf4_patch.graphs import heads, stopping
+from nf4_patch.graphs.layers import graphs
+
+clean = graphed.clean
+
+
+class Event:
+    """A stand-in for torch.Event, which a CPU has not."""
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    def record(self) -> None:
+        """All work before is done."""
+
+    synchronize = record
+
+
+@pytest.fixture(autouse=True)
+def late(clean, monkeypatch):
+    """Return a list that gets the length of each sequence whose stop flag was read late."""
+    if not GPU:
+        recorders.install(monkeypatch, recorders.Operations)
+        monkeypatch.setattr(torch, "Event", Event)
+    lengths: list[int] = []
+    check = utils.DeferredStopCheck.__call__
+
+    def checked(self: Any, unfinished: Tensor, tokens: Tensor, length: int) -> bool:
+        lengths.append(length)
+        return check(self, unfinished, tokens, length)
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "__call__", checked)
+    return lengths
+
+
+def generated(model: Any, batch: int = 2, **options: Any) -> list[Tensor]:
+    """Return the tokens, and random numbers that were drawn afterwards."""
+    ids = torch.randint(3, 500, (batch, 6), generator=torch.Generator().manual_seed(batch)).to(DEVICE)
+    torch.manual_seed(5)
+    options = {
+        "cache_implementation": "static",
+        "do_sample": True,
+        "disable_compile": True,
+        "max_new_tokens": LENGTH,
+        **options,
+    }
+    found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return [found, torch.rand(4, device=DEVICE), torch.rand(4)]
+
+
+def results(model: Any, calls: int = 3, **options: Any) -> list[list[Tensor]]:
+    return [generated(model, **options) for _ in range(calls)]
+
+
+def compared(model: Any, late: list[int], **options: Any) -> int:
+    """Compare calls of generate(), and return how many tokens each generates. A first call, which ends late, records the step."""
+    with nf4_patch.enabled():
+        expected = results(model, **options)
+    with nf4_patch.enabled(graphs="auto"):
+        generated(model, batch=options.get("batch", 2))
+        assert not late
+        found = results(model, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    return expected[0][0].shape[1] - 6
+
+
+ENDS = {"at max_new_tokens": None, "at the second token": 1, "at the sixth token": 5}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": False}, {"temperature": 0.7, "top_k": 5, "min_new_tokens": 2}], ids=str
+)
+def test_where_it_ends(options, end, late):
+    """The token that is computed too many leaves no trace, in the tokens or in the random numbers."""
+    model = model_of()
+    place = ENDS[end]
+    with nf4_patch.enabled():
+        tokens = generated(model, batch=1, **options)[0][0, 6:].tolist()
+    ends = compared(model, late, batch=1, eos_token_id=-1 if place is None else tokens[place], **options)
+    assert late == [7 + n for _ in range(3) for n in range(ends + (ends < LENGTH))]
+
+
+def test_sequences_that_end_at_different_tokens(late):
+    model = model_of()
+    with nf4_patch.enabled():
+        tokens = generated(model, batch=3)[0][:, 6:]
+    compared(model, late, batch=3, eos_token_id=[int(row[2 * i + 1]) for i, row in enumerate(tokens)])
+    assert late
+
+
+class Counting:
+    """Counts its calls, as a logits processor, a stopping criterion, a streamer, a hook and a function of a prefix."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *given: Any, **_: Any) -> Any:
+        self.calls.append(len(given))
+        return given[-1]
+
+    def put(self, value: Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+class Criterion(Counting, transformers.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.calls.append(input_ids.tolist())
+        return torch.full((len(input_ids),), len(self.calls) % 7 == 0, device=input_ids.device)
+
+
+class Processor(Counting, transformers.LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append(input_ids.tolist())
+        return scores + len(self.calls) / 10 * (torch.arange(scores.shape[-1], device=scores.device) % 7)
+
+
+class Prefix(Counting):
+    def __call__(self, index: int, tokens: Tensor) -> list[int]:  # type: ignore[override]
+        self.calls.append(tokens.tolist())
+        return list(range(3 + len(self.calls) % 5, 400))
+
+
+OWN = {
+    "criterion": (Criterion, lambda each: {"stopping_criteria": transformers.StoppingCriteriaList([each])}),
+    "processor": (Processor, lambda each: {"logits_processor": transformers.LogitsProcessorList([each])}),
+    "prefix": (Prefix, lambda each: {"prefix_allowed_tokens_fn": each}),
+    "streamer": (Counting, lambda each: {"streamer": each, "batch": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_users_code_sees_no_further_token(kind, late):
+    model = model_of()
+    make, options = OWN[kind]
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+    found = []
+    for on in ({}, {"graphs": "auto"}):
+        with nf4_patch.enabled(**on):
+            generated(model, batch=1)  # without the user's code: its step is recorded
+            del late[:]
+            each = make()
+            calls = results(model, eos_token_id=eos, **{"batch": 1, **options(each)})
+            found.append((calls, each.calls))
+    assert not late and found[0][1] == found[1][1]
+    for theirs, ours in zip(found[0][0], found[1][0], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_hook_sees_no_further_token(late):
+    model = model_of()
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+    calls = []
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, batch=1)
+        assert late
+        del late[:]
+        hook = Counting()
+        handle = model.base_model.model.register_forward_hook(hook)
+        generated(model, batch=1, eos_token_id=eos)
+        calls.append(hook.calls)
+        handle.remove()
+    with nf4_patch.enabled():
+        hook = Counting()
+        handle = model.base_model.model.register_forward_hook(hook)
+        generated(model, batch=1, eos_token_id=eos)
+        calls.append(hook.calls)
+        handle.remove()
+    assert calls[0] == calls[1] and calls[0] and not late
+
+
+def test_a_returned_cache_is_not_ahead(late):
+    compared_caches = []
+    model = model_of()
+    for on in ({}, {"graphs": "auto"}):
+        with nf4_patch.enabled(**on):
+            for _ in range(2):
+                found = model.generate(
+                    graphed.tokens(0, 6), max_new_tokens=5, pad_token_id=0, cache_implementation="static", disable_compile=True,
+                    return_dict_in_generate=True, do_sample=False,
+                )  # fmt: skip
+            compared_caches.append([found.past_key_values.layers[0].keys.clone(), found.sequences])
+    assert all(map(torch.equal, *compared_caches)) and not late
+
+
+def test_after_an_error(late):
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, 2)
+
+        class Failing(transformers.StoppingCriteria):
+            def __call__(self, *_: Any, **__: Any) -> Tensor:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            generated(model, stopping_criteria=transformers.StoppingCriteriaList([Failing()]))
+        assert stopping.current.sample is None
+    del late[:]
+    nf4_patch.release()
+    compared(model, late)
+    assert late
+
+
+def test_an_option_that_is_off(late):
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, 2)
+    del late[:]
+    with nf4_patch.enabled():
+        results(model, 2)
+    assert not late and not graphs.knows_step(model)
+
+
+# --- keys and values for several heads ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_rep", [1, 2, 8])
+def test_repeat_kv(n_rep, dtype):
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    x = torch.randint(-(2**15), 2**15, (2, 3, 5, 64), device=DEVICE, dtype=torch.int16).view(torch.bfloat16)
+    x = x.to(dtype) if dtype is not torch.bfloat16 else x  # with NaNs of all kinds, whose bits stay
+    views = {
+        "whole": (x, True), "a window": (x[:, :, 1:4], True), "transposed": (x.transpose(1, 2), True), "from 16 bytes": (x[..., 16:32], True),
+        "unaligned": (x[..., 1:33], False), "a short row": (x[..., :3], False), "other order": (x.transpose(2, 3), False),
+        "empty": (x[:, :, :0], True), "meant for 3 dims": (x[..., ::2], False),
+    }  # fmt: skip
+    for name, (view, in_words) in views.items():
+        expected = repeat_kv(view, n_rep)
+        with nf4_patch.enabled(graphs="auto"):
+            found = transformers.integrations.sdpa_attention.repeat_kv(view, n_rep)
+        bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+        assert torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits)), name
+        assert (
+            found.shape == expected.shape
+            and found.stride() == expected.stride()
+            and heads.is_in_words(view) is in_words
+        ), name
+
+
+def test_repeat_kv_with_a_gradient():
+    with nf4_patch.enabled(graphs="auto"):
+        x = torch.randn(1, 2, 3, 8, device=DEVICE, requires_grad=True)
+        weights = torch.arange(4.0, device=DEVICE)[None, :, None, None]
+        (transformers.integrations.sdpa_attention.repeat_kv(x, 2) * weights).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([1.0, 5.0], device=DEVICE)[None, :, None, None].expand_as(x))
