@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from benchmarks import models, rollouts
 from benchmarks.kinds import STOCK
@@ -20,6 +20,11 @@ from nf4_patch.patching.config import VARIABLES
 pytest.importorskip("peft")
 pytestmark = pytest.mark.full
 TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
+MIXTURE = partial(
+    GptOssConfig, hidden_size=64, intermediate_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+    num_hidden_layers=2, num_local_experts=8, vocab_size=512, sliding_window=20, initializer_range=0.1, pad_token_id=0,
+    dtype="bfloat16",
+)  # fmt: skip
 LABELS = {"model": "llama", "layers": 2}
 # Without a GPU, no graph replays: the sides differ in their options and in the kind of cache.
 SIDES = {"bitsandbytes and peft": rollouts.Side(STOCK, None), "graphs": rollouts.SIDES["graphs"]}
@@ -63,6 +68,32 @@ def test_a_token_that_is_not_the_likeliest_is_a_failure(monkeypatch):
     tokens[1][3] = (tokens[1][3] + 1) % 500
     monkeypatch.setattr(side, "generated", lambda batch, length: tokens)
     assert "standard deviations below the largest" in side.warm_up(2, 6)
+
+
+def test_a_mixture_may_miss_few_tokens_and_no_adapter(monkeypatch):
+    """Rounding changes the experts of some tokens. A fault changes most tokens."""
+    side = rollouts.Generating(rollouts.OTHER_SIDES[rollouts.EAGER], MIXTURE)
+    generated = side.generated
+    tokens = generated(2, 10)  # the prompt has 16 tokens, so the sliding window ends within the sequence
+    assert side.mixture and side.warm_up(2, 10) == ""
+
+    def changed(last):
+        return [[*row[:-last], *((token + 1) % 500 for token in row[-last:])] for row in tokens]
+
+    monkeypatch.setattr(side, "generated", lambda batch, length: changed(1))
+    assert side.warm_up(2, 10) == ""
+    monkeypatch.setattr(side, "mixture", False)
+    assert side.warm_up(2, 10).startswith("a token's logit is")
+    monkeypatch.setattr(side, "mixture", True)
+    monkeypatch.setattr(side, "generated", lambda batch, length: changed(3))
+    assert side.warm_up(2, 10).startswith("a fifth of the tokens' logits are at least")
+
+    def without_adapter(batch, length):
+        with side.model.disable_adapter():
+            return generated(batch, length)
+
+    monkeypatch.setattr(side, "generated", without_adapter)
+    assert side.warm_up(2, 10).startswith("a fifth of the tokens' logits are at least")
 
 
 def test_the_sides_of_grpo_have_known_variables_and_arguments():
