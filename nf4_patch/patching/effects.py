@@ -32,7 +32,7 @@ class Effect:
 
     value: str | int = "off"  # the current value; a size is in bytes
     typed: bool = False  # whether an argument or a variable set the value. If not, it is the profile's or the default
-    lacks: tuple[str, ...] = ()  # releases of which the option needs one; then the profile leaves the option off
+    lacks: tuple[str, ...] = ()  # unmet requirements; if there are any, the profile leaves the option off
     used: int = 0  # calls that the option handled
     refused: dict[str, int] = field(default_factory=dict)  # calls that ran the original, by the Reason's name
 
