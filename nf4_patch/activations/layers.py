@@ -1,10 +1,10 @@
 """Decide which checkpointed decoder layers keep their activations.
 
-A kept layer is called without its checkpoint. Each call is decided once, in its forward: a layer is kept if the
-activations that wait for their backward now, plus its own, fit into the budget.
+A kept layer is called without its checkpoint. The decision is made once per call, in the forward. A layer is kept if its
+activations fit into the budget, together with those that wait for their backward now.
 
-How much a layer holds is measured in its recompute. A recompute holds the same tensors as a kept layer, and training
-needs memory for it anyway. So no layer is kept before its size is known.
+The size of a layer's activations is measured in a recompute, which holds the same tensors as a kept layer. Training needs
+memory for recomputes anyway, so no layer is kept before its size is known.
 """
 
 from __future__ import annotations

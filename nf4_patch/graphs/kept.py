@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
-        # layers whose activations may wait for their backward, the latest last; weak, because the calls keep them alive
+        # layers whose activations might wait for their backward, in call order; weak, because the calls keep the layers alive
         self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
 

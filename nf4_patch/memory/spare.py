@@ -3,8 +3,9 @@
 After two training steps at the largest batch so far, PyTorch has reserved as much memory as such steps need. The budget is
 then the memory that is still free, less a margin. Users get it in the order of their rank.
 
-All users give their memory back before a larger batch (more rows or longer sequences), before the first step of another
-optimizer, when free memory runs short, and when another process starts to use the GPU. They then wait for two more steps.
+All users give their memory back before a larger batch (more rows or longer sequences), and before the first step of another
+optimizer. They also do so when free memory runs short, or another process starts to use the GPU. They then wait for two more
+steps.
 
 A training step is counted when the next forward pass begins, because it can have several optimizer steps (one per layer).
 """

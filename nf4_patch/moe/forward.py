@@ -253,7 +253,7 @@ def by_kernels(
         if is_silu_and_mul(module)
         else lambda y, addend: gated(module, summed(y, addend))
     )
-    # Hold the two products in no variable, so that their memory is freed as soon as ``gate`` has added them.
+    # Do not store the two products in a variable, so that their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
     has_norm = trait(module, "has_post_expert_norm")

@@ -21,7 +21,7 @@ from .switch import switch
 from .target import Target
 from .targets import TARGETS
 
-# After so many refused calls of one target for one Reason, the log says what the option did so far.
+# After this many refused calls of one target for one Reason, log the option's effect.
 SOON, LATE = 100, 10_000  # LATE: for Reasons in TEMPORARY and NOT_MEANT
 _said: set[str] = set()  # options whose effect was logged
 
@@ -133,7 +133,7 @@ def targets_by_name() -> dict[str, Target]:
 
 
 def refused(target: str, reason: Reason) -> None:
-    """Note that an option refused a call. After many such calls, the log says once what the option did so far.
+    """Note that an option refused a call. After many such calls, log the option's effect once.
 
     Raises:
         FallbackError: with NF4_PATCH_STRICT=1, if the user named the option, and it has not handled any call.
