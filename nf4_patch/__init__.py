@@ -88,13 +88,13 @@ def enable(
             default, or 0 caches nothing.
         experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model
             while they are loaded. If these experts have LoRA adapters, the activations are multiplied by the LoRA
-            matrices A and B separately, whereas peft's own code would add B @ A to a 16-bit copy of all experts. "off",
-            the default, loads experts in 16 bits.
+            matrices A and B separately. peft's own code would add B @ A to a 16-bit copy of all experts. "off", the
+            default, loads experts in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
-        offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB of
-            memory on each GPU, in models loaded from now on. The other layers stay in pinned host memory and are
-            prefetched, with bit-identical results. "all" keeps only the prefetch buffers on the GPU. "auto" also keeps
+        offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB on each
+            GPU. The other layers stay in pinned host memory and are prefetched, with bit-identical results. The option
+            applies to models that are loaded from now on. "all" keeps only the prefetch buffers on the GPU. "auto" also keeps
             as many layers there as fit into the memory that training leaves free. "off", the default, keeps all packed
             weights on the GPU.
         graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. Graphs are used in
@@ -199,8 +199,8 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     Returns:
         The dense weight, with the dtype ``quant_state.dtype`` and the shape ``quant_state.shape``. If ``weight`` is
         transposed, the dense weight is transposed, too. On CUDA it is bit-identical to the result of
-        ``bitsandbytes.functional.dequantize_4bit``. The CPU result follows the same formula, but can differ from that of
-        bitsandbytes, whose CPU code uses a wrong scale for a block that spans two rows.
+        ``bitsandbytes.functional.dequantize_4bit``. The CPU result follows the same formula. It can differ from
+        that of bitsandbytes, whose CPU code uses a wrong scale for a quantization block that spans two rows.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.

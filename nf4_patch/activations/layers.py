@@ -1,10 +1,10 @@
 """Decide which checkpointed decoder layers keep their activations.
 
-A kept layer is called without its checkpoint. Each call is decided once, in its forward: a layer is kept if the
-activations that wait for their backward now, plus its own, fit into the budget.
+A kept layer is called without its checkpoint. The decision is made once per call, in the forward. A layer is kept if its
+activations fit into the budget, together with those that wait for their backward now.
 
-How much a layer holds is measured in its recompute. A recompute holds the same tensors as a kept layer, and training
-needs memory for it anyway. So no layer is kept before its size is known.
+The size of a layer's activations is measured in a recompute, which holds the same tensors as a kept layer. Training needs
+memory for recomputes anyway, so no layer is kept before its size is known.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ..patching.switch import switch
 from ..patching.target import Target
 from .option import ActivationsStatus
 
-SIZES = 64  # most sizes of inputs whose activations are remembered per layer
+SIZES = 64  # the most input sizes that are remembered per layer
 AGAIN = 16  # a layer is measured again at every AGAIN-th call
-# For up to this many rows, lora="fused" and matmul="auto" round otherwise without gradients, as in the forward of a
-# reentrant checkpoint, than with gradients.
+# For up to this many rows, lora="fused" and matmul="auto" round differently without gradients than with gradients. The
+# forward of a reentrant checkpoint runs without gradients.
 FEW_ROWS = 128
 FUNCTION = "_gradient_checkpointing_func"  # the attribute of a layer that holds its checkpoint function
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -102,7 +102,7 @@ class Record:
         self.is_sharded = self.shares = self.has_state = False
         self.kept = 0  # bytes kept at the last call
         self.input_bytes = 0  # bytes of the largest input that the layer's checkpoint would move to host memory
-        self.why: Reason | None = None  # why the last call recomputes
+        self.why: Reason | None = None  # the Reason why the last call recomputed
         self.device = -1
 
     def examine(self, layer: nn.Module) -> None:
@@ -121,7 +121,7 @@ class Record:
     def estimate(self, size: InputSize) -> int | None:
         """Return the most bytes that the layer holds for an input of this size, or None if unknown.
 
-        A size that was not measured counts as the next larger one, scaled by the number of rows.
+        If this size was not measured, scale the bytes of each larger size by the number of rows, and return the smallest.
         """
         exact = self.sizes.get(size)
         if exact is not None:
@@ -163,7 +163,7 @@ class Activations:
                 spare.join(self.user)
 
     def forget(self) -> None:
-        """Forget what was measured. Activations that wait for their backward stay counted."""
+        """Discard the records of all layers. Activations that wait for their backward stay counted."""
         self.records.clear()
         self.owners.clear()
 
@@ -180,7 +180,7 @@ class Activations:
         self.most.update({device: size for device, size in self.taken.items() if size})
 
     def wants(self) -> int:
-        """Return the most bytes that all layers of a GPU would hold together, and a layer more for the backward of a CUDA graph."""
+        """Return the most bytes that all layers of a GPU would hold together, plus the largest layer again for the backward of a CUDA graph."""
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
             size = max(record.sizes.values(), default=0) + record.input_bytes
@@ -215,7 +215,7 @@ switch.follow(lambda config: activations.configure(switch.value("activations")))
 
 
 def held_elsewhere(device: int) -> int:
-    """Return the bytes that other users of spare memory hold. What they allocate meanwhile is not the layer's."""
+    """Return the bytes that other users of spare memory hold, which must not be counted as the layer's."""
     return sum(user.taken.get(device, 0) for user in spare.users if user is not activations.user)
 
 
@@ -243,7 +243,8 @@ def uncheckpointed(function: Function, *args: Any) -> Any:
 def with_own_inputs(function: Function, *args: Any) -> Any:
     """Call a layer so that the gradients of each input are added up inside the layer first, as by a reentrant checkpoint.
 
-    The input may have another reader, such as a loss on ``output_hidden_states``. Another order of the sum rounds otherwise.
+    Other code might read the input too, such as a loss on ``output_hidden_states``. A different order of the sum would round
+    differently.
     """
     return function(*[x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args])
 
@@ -300,7 +301,7 @@ class Measured:
         written, before = versions(layer), allocated(self.device)
         try:
             result = self.function(*args)
-        except StopRecomputation:  # a non-reentrant checkpoint stops when all saved tensors are there
+        except StopRecomputation:  # a non-reentrant checkpoint stops once all saved tensors are recomputed
             self.note(layer, written, before)
             raise
         self.note(layer, written, before)
@@ -328,9 +329,9 @@ def measure(
 
 
 def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a reentrant checkpoint would drop gradients, or the layer may write to a list or dict.
+    """Return whether a reentrant checkpoint would drop gradients, or the layer might write to a list or dict.
 
-    Such a checkpoint returns gradients only for tensors in ``args``, if one requires a gradient.
+    Such a checkpoint returns gradients only for tensors in ``args``, and only if one of these requires a gradient.
     """
     others = [value for value in args if not isinstance(value, Tensor)] + [*kwargs.values()]
     if any(isinstance(value, (list, dict)) or any(t.requires_grad for t in tensors(value)) for value in others):

@@ -1,4 +1,4 @@
-"""The option ``activations="auto"`` or ``activations="8GiB"``: its part of ``status()``."""
+"""The option ``activations="auto"`` or ``activations="8GiB"``, and its part of ``status()``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..patching.option import Option, size_in_words
 
 @dataclass(frozen=True)
 class ActivationsStatus:
-    """How many decoder layers kept their activations, each at its last call in training."""
+    """The report on kept activations. Each decoder layer is counted by its latest training call."""
 
     mode: str = "off"  # "off", "auto", or the bytes per GPU
     kept: int = 0  # layers that kept their activations
     layers: int = 0  # layers that are checkpointed
     size: int = 0  # bytes that the kept layers hold until their backward
-    why: dict[str, int] = field(default_factory=dict)  # number of other layers, by the name of the Reason
+    why: dict[str, int] = field(default_factory=dict)  # number of layers that recompute, by the name of the Reason
     budget: int | None = None  # with activations="auto": the bytes per GPU that may be kept
-    waits: str = ""  # with activations="auto" and no budget yet: why (a name in Waits)
+    waits: str = ""  # with activations="auto": why there is no budget yet (a name in Waits)
     numbers: tuple[int, ...] = ()  # for the sentence of ``waits``
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release all but ``size`` and ``dense_memory``, which still count until the last caller frees the dense copy."""
+        """Release all but ``size`` and ``dense_memory``, by which the cache counts the dense copy until nothing uses the copy."""
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
@@ -94,7 +94,7 @@ def size_of(weight: PackedWeight) -> int:
 def location(weight: PackedWeight) -> tuple[Any, ...]:
     """Return the weight's key: the id of its parameter, its position and size there, and its dtype.
 
-    A transposed weight has the same key. Replacing the parameter's ``.data`` does not change it.
+    A transposed weight has the same key. Replacing the parameter's ``.data`` does not change the key.
     """
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype

@@ -27,9 +27,9 @@ def getweakrefs(target: Target, original: Function) -> Function:
 
 
 def resize(target: Target, original: Function) -> Function:
-    """Replace ``UntypedStorage.resize_``, so that the cache first drops what was decoded from the storage.
+    """Replace ``UntypedStorage.resize_``, so that the cache first drops the weights decoded from the storage.
 
-    FSDP frees and refills storages with it, which does not raise a version counter.
+    FSDP frees and refills storages with ``resize_``, which does not raise a version counter.
     """
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:

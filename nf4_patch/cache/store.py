@@ -43,8 +43,8 @@ class StaleWeightError(RuntimeError):
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Changes are made under ``lock``. A callback can run in the middle of one, when a tensor of a cached weight is freed. So the
-    callback only frees the dense copy, and the next change removes the entry.
+    Changes are made under ``lock``. When a tensor of a cached weight is freed, a callback runs, possibly in the middle of a
+    change. Therefore the callback only frees the dense copy, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -363,8 +363,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    torch.compile warms a graph up on a side stream, in the graph's pool. So once Inductor's module for CUDA graphs is imported,
-    every side stream counts.
+    Once Inductor's module for CUDA graphs is imported, every side stream counts, because torch.compile warms a graph up on a
+    side stream, in the graph's pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
-        # layers whose activations may wait for their backward, the latest last; weak, because the calls keep them alive
+        # layers whose activations might wait for their backward, in call order; weak, because the calls keep the layers alive
         self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
 
@@ -134,7 +134,7 @@ class KeptLayer(GraphedLayer):
         self.generation.held.append((work.x, y.grad_fn))
 
     def may_forward(self) -> bool:
-        """Return whether no activations that wait for their backward would be overwritten by a replay of the forward."""
+        """Return whether the forward can be replayed without overwriting activations that wait for their backward."""
         top = self.keeper.top()
         return top is None or (top.generation is self.generation and top.index < self.index)
 
@@ -144,7 +144,7 @@ class KeptLayer(GraphedLayer):
         self.keeper.waiting.append(weakref.ref(self))
 
     def may_backward(self) -> bool:
-        """Return whether the backward may be replayed: no later layer's activations wait, and all memory it reads is valid."""
+        """Return whether no later layer's activations wait, and the memory that the backward reads is valid."""
         return self.keeper.top() is self and self.fingerprint.is_in_place() and self.reads_valid_pins()
 
     def reset(self) -> None:
@@ -155,7 +155,7 @@ class KeptLayer(GraphedLayer):
 
 
 def kept_by(token: Token, graph: KeptLayer) -> Any:
-    """Return a context in which autograd saves the token in place of the layer's input, of which the graph has a copy."""
+    """Return a context in which autograd saves ``token`` instead of the layer's input. The backward reads the graph's copy of this input."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: token, lambda _: graph.x)
 
 

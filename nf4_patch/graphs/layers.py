@@ -52,7 +52,7 @@ def is_slow(device: int) -> bool:
 
 
 def observe(x: Any) -> None:
-    """Drop all graphs before a larger batch, and update the budget of activations, which may also drop graphs."""
+    """Drop all graphs before a larger batch. Then update the budget of activations, which might drop graphs too."""
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if activations.mode == "auto" and torch.is_grad_enabled():
@@ -66,7 +66,10 @@ def is_on_another_stream(device: int) -> bool:
 
 
 def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Refused, Reason | None]:
-    """Return the graphs for a call (recorded now if it is time) or why there are none, and why the graphs recompute, or None."""
+    """Return the graphs for a call or why there are none, and the Reason why the graphs recompute, or None.
+
+    If the call is due for a recording, record the graphs now.
+    """
     layer, key, keeper = call.layer, call.key, graphs.keepers.get(call.x.get_device())
     why = why_not_kept(call)
     kept = graphs.kept_recording(key, layer) if why is None else None
@@ -88,7 +91,7 @@ def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Ref
 
 
 def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
-    """Count a call of a layer that has no graphs. Return why the layer is not recorded in this call, or None if it is.
+    """Count a call of a layer without graphs. Return why the layer must not be recorded in this call, or None.
 
     Args:
         why: the Reason why the layer's graphs would recompute, or None.
@@ -109,7 +112,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
 
 
 def is_valid(graph: GraphedLayer, call: LayerCall) -> bool:
-    """Return whether graphs may replay a call now. If the layer or the memory that they read has changed, drop them."""
+    """Return whether the layer is unchanged and its graphs still read valid memory. Otherwise, drop these graphs."""
     if cache.auto is not None:
         cache.auto.observe(call.x)  # before the check, because this call may free cached weights that the graph reads
     if graph.fingerprint.holds() and graph.is_in_place():

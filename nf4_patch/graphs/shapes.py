@@ -1,7 +1,7 @@
 """The graphs of the process, by layer and by kind of call.
 
-A key describes a kind of call: the layout of the arguments, the settings of autocast and of PyTorch's modes, and a weak
-reference to the StaticCache if the model generates (None in training).
+A key describes a kind of call: the layout of the arguments, and the settings of autocast and of PyTorch's modes. Its last
+item is a weak reference to the StaticCache if the model generates, and None in training.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        # three things: what is recorded, which layers cannot be recorded, and how often layers ran eagerly
+        # recordings, reasons why layers cannot be recorded, and counts of eager calls, by key and layer
         self.recordings: dict[Any, ByLayer[nn.Module, Any]] = {}
         self.kept: dict[Any, ByLayer[nn.Module, Any]] = {}  # recordings that keep activations
         self.refusals: dict[Any, ByLayer[nn.Module, Refused]] = {}

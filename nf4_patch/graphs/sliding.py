@@ -1,7 +1,7 @@
 """Sliding layers of transformers' StaticCache, which count their tokens on the host.
 
-A sliding layer runs differently only once its window is full. So one graph serves all tokens before, and another graph all
-tokens after. Each replay increases the number of tokens.
+A sliding layer runs differently once its window is full. One graph serves all tokens until then, and another graph serves
+all later tokens. Each replay increases the number of tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
-The forward computes only LoRA's product. The caller then adds the base product (x times the base weight) in place and
-without autograd, so that no tensor is saved for the most expensive part. A checkpoint's recompute stops at the last saved
+The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. This
+most expensive part runs without autograd, so that no tensor is saved for it. A checkpoint's recompute stops at the last saved
 tensor, so it skips the base product of its last layer. The backward computes all gradients, including the base product's
 part of x's gradient.
 """

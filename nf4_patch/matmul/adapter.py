@@ -1,8 +1,8 @@
 """The fused matmul with a LoRA adapter, which computes x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
 The first launch computes scale * x @ A.T. It splits K into parts, and writes an fp32 sum for each part, without
-atomics. The second launch is the fused matmul. It adds up these sums in order, multiplies the total by B, and adds the
-product to its own fp32 sums, so that the result is rounded only once.
+atomics. The second launch is the fused matmul. It adds up these sums in order and multiplies the total by B. Then it adds
+the product to its own fp32 sums, so that the result is rounded only once.
 """
 
 from __future__ import annotations

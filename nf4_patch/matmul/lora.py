@@ -2,8 +2,8 @@
 
 Eager calls use ``FusedMatmul.run``.
 
-Results are as accurate as peft's, but not bit-identical, because the products of the base layer and the adapter are
-added in fp32 and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step
+Results are as accurate as peft's, but not bit-identical. The products of the base layer and the adapter are added in
+fp32, and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step
 uses the new adapter.
 """
 

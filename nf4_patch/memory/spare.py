@@ -1,10 +1,11 @@
 """Find the memory that training leaves free, by observing the training, and share it among its users.
 
-After two training steps at the largest batch so far, PyTorch has reserved what such steps need. The budget is then the memory
-that is still free, less a margin. Users get it in the order of their rank.
+After two training steps at the largest batch so far, PyTorch has reserved as much memory as such steps need. The budget is
+then the memory that is still free, less a margin. Users get it in the order of their rank.
 
-All users give their memory back before a larger batch (more rows or longer sequences), before the first step of another
-optimizer, when free memory runs short, and when another process starts to use the GPU. They then wait for two more steps.
+All users give their memory back before a larger batch (more rows or longer sequences), and before the first step of another
+optimizer. They also do so when free memory runs short, or another process starts to use the GPU. They then wait for two more
+steps.
 
 A training step is counted when the next forward pass begins, because it can have several optimizer steps (one per layer).
 """
@@ -52,9 +53,9 @@ class User:
 
     Attributes:
         rank: users with a lower rank get memory first.
-        allow: sets the budget in bytes per GPU. 0 means: give back all memory that can be freed now.
+        allow: sets the budget in bytes per GPU. With 0, gives back all memory that can be freed now.
         taken: bytes held now, by device.
-        most: the most bytes held since ``give_back``, by device. None if this is ``taken``.
+        most: the most bytes held since ``give_back``, by device. If None, ``taken`` is used instead.
         wants: returns the most bytes per GPU that the user can use.
     """
 
@@ -78,7 +79,7 @@ class Spare:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was learned about the training."""
+        """Discard all observations of the training."""
         self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
         self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
@@ -90,14 +91,14 @@ class Spare:
         self.waits = True
         self.next_look = 0.0
         self.unsettled = False  # whether memory of the users was in use when they gave it back
-        self.latest_input: Callable[[], torch.Tensor | None] = nobody  # weak reference to what ``observe`` got last
+        self.latest_input: Callable[[], torch.Tensor | None] = nobody  # weak reference to ``observe``'s latest ``x``
         self.alone: dict[int, int] = {}  # bytes in use outside PyTorch when the budget was found, by device
         self.needed: dict[int, int] = {}  # the most bytes that PyTorch reserved without the users, by device
         self.retries: dict[int, int] = {}  # allocations that had to free unused memory first, by device
         self.why, self.numbers = Waits.TRAINING, ()
 
     def join(self, user: User) -> None:
-        """Share spare memory with this user, once two more training steps have shown what they need."""
+        """Share spare memory with this user, once two more training steps have shown how much they need."""
         with self.lock:
             if not self.users:
                 self.forget()
@@ -143,7 +144,7 @@ class Spare:
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, x: Any) -> None:
-        """Update the budget. Read the batch size from the activations [..., length, features] in ``x``, even nested in lists or dicts."""
+        """Update the budget. Read the batch size from the activations [..., length, features] that ``x`` is or contains."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
         if not self.users or not found or runtime.is_capturing():
             return
@@ -171,7 +172,7 @@ class Spare:
     def before_batch(self, features: int, rows: int, length: int) -> None:
         """Give memory back unless one earlier batch had at least as many rows and at least as long sequences.
 
-        Only batches with the same number of features are compared, because it differs between images and text.
+        Only batches with the same number of features are compared, because this number differs between images and text.
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))

@@ -90,7 +90,7 @@ class Order(NamedTuple):
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
-        """Return the token of each row, int64 [rows]."""
+        """Return the index of each row's token, int64 [rows]."""
         return self.slot_of // self.row_of.shape[1]
 
 
@@ -139,13 +139,13 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """Apply the router's weights in the backward of the down projection, instead of in the backward of ``Combined``.
+    """Multiply the gradient of the down projection's input by the router's weights.
 
-    The projection is linear, so the weights can multiply the gradient of its input instead of the gradient of its output.
-    The output then need not be saved, and the recompute of a checkpoint stops before the projection.
+    The projection is linear, so the weights can multiply this gradient instead of the gradient of the output. The output
+    then need not be saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns two views of the input. The router's weights scale only the gradient of the first view, which feeds the frozen projection. For the second, LoRA's view,
-    ``products`` has already applied them.
+    The forward returns its input twice. The first result feeds the frozen projection, and its gradient is multiplied. The
+    second result feeds LoRA, and its gradient is only added, because ``products`` multiplies LoRA's product by the weights.
     """
 
     @staticmethod
@@ -253,7 +253,7 @@ def by_kernels(
         if is_silu_and_mul(module)
         else lambda y, addend: gated(module, summed(y, addend))
     )
-    # Hold the two products in no variable, so that their memory is freed as soon as ``gate`` has added them.
+    # Do not store the two products in a variable, so that their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
     has_norm = trait(module, "has_post_expert_norm")

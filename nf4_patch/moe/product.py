@@ -27,7 +27,7 @@ Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """The tensors of a packed stack, kept for the backward, so that it decodes the same bytes as the forward."""
+    """The tensors of a packed stack, kept so that the backward decodes the same bytes as the forward."""
 
     def __init__(self, stack: PackedExperts):
         state = copy.copy(stack.state)
@@ -43,7 +43,8 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code leaves writes to autograd's check.
+            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code does not
+                check this here, but autograd checks that no saved tensor was written to.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):

@@ -51,7 +51,7 @@ def is_called_by(module: str) -> bool:
 class Reader:
     """Interface of the weight cache for ``Dequantizer``. This base class caches nothing.
 
-    The core must not import the weight cache. So cache/store.py replaces the global ``reader`` when it is imported.
+    Importing cache/store.py replaces the global ``reader``, so that the core need not import the weight cache.
     """
 
     on = False  # ``Dequantizer`` calls ``read`` only while this is True.
@@ -67,12 +67,15 @@ reader = Reader()
 
 
 class Prefetch:
-    """Interface for prefetching offloaded weights. This base class copies nothing. offload/prefetch.py replaces the global ``prefetch``."""
+    """Interface of the prefetcher of offloaded weights. This base class copies nothing.
+
+    Importing offload/prefetch.py replaces the global ``prefetch``.
+    """
 
     on = False  # ``read`` is called only while this is True.
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
-        """Call ``run`` with the weight's copy on the GPU. Return None if the weight is not in host memory."""
+        """Return the result of ``run`` with the weight's copy on the GPU, or None if the weight is not in host memory."""
 
 
 prefetch = Prefetch()
@@ -83,8 +86,8 @@ class Dequantizer:
 
     Args:
         target: the target's name.
-        readers: the name prefix of modules that only read the result, such as "unsloth.". Only callers in
-            these modules may get a cached tensor, and all others get a new one. With "", callers are not checked, and only the call's argument ``only_read`` decides.
+        readers: the name prefix of modules that only read the result, such as "unsloth.". Only callers in these modules
+            may get a cached tensor. With "", callers are not checked, and the argument ``only_read`` alone decides.
     """
 
     def __init__(self, target: str, readers: str = ""):
@@ -161,7 +164,7 @@ class Dequantizer:
             found = reader.read(weight, self.run)
             if found is not None:
                 return found
-        if prefetch.on:  # no lambda, whose variables would become cells, which slows down every call
+        if prefetch.on:  # a lambda would turn its variables into cells, which would slow down every call
             found = prefetch.read(weight, functools.partial(self.run, out=out, into_buffer=into_buffer))
             if found is not None:
                 return found

@@ -21,7 +21,7 @@ from .switch import switch
 from .target import Target
 from .targets import TARGETS
 
-# After so many refused calls of one target for one Reason, the log says what the option did so far.
+# After this many refused calls of one target for one Reason, log the option's effect.
 SOON, LATE = 100, 10_000  # LATE: for Reasons in TEMPORARY and NOT_MEANT
 _said: set[str] = set()  # options whose effect was logged
 
@@ -32,7 +32,7 @@ class Effect:
 
     value: str | int = "off"  # the current value; a size is in bytes
     typed: bool = False  # whether an argument or a variable set the value. If not, it is the profile's or the default
-    lacks: tuple[str, ...] = ()  # releases of which the option needs one; then the profile leaves the option off
+    lacks: tuple[str, ...] = ()  # unmet requirements; if there are any, the profile leaves the option off
     used: int = 0  # calls that the option handled
     refused: dict[str, int] = field(default_factory=dict)  # calls that ran the original, by the Reason's name
 
@@ -133,7 +133,7 @@ def targets_by_name() -> dict[str, Target]:
 
 
 def refused(target: str, reason: Reason) -> None:
-    """Note that an option refused a call. After many such calls, the log says once what the option did so far.
+    """Note that an option refused a call. After many such calls, log the option's effect once.
 
     Raises:
         FallbackError: with NF4_PATCH_STRICT=1, if the user named the option, and it has not handled any call.

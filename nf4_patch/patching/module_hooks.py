@@ -20,10 +20,10 @@ HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # Py
 
 
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
-    """Return whether a call of ``module`` runs other code than the ``forward`` of its class and the hooks in ``known``.
+    """Return whether a call of ``module`` runs code other than the ``forward`` of its class and the hooks in ``known``.
 
-    A hook of accelerate that only moves inputs to another device does not count, because every module of a model that
-    is spread over several GPUs has such a hook.
+    A hook of accelerate that only moves inputs to another device does not count. If a model is spread over several GPUs, every
+    module has such a hook.
     """
     own = vars(module)
     for kind in HOOKS:

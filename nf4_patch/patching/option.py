@@ -43,7 +43,7 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Format a size in bytes, for example as "6 GiB" or "1.5 GB". Round to three digits unless the size is round in a unit."""
+    """Format a size in bytes, for example as "6 GiB" or "1.5 GB". Round to three digits, unless one decimal is exact in some unit."""
     for unit, base in UNITS.items():
         if size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
@@ -125,16 +125,16 @@ class Option(Variable):
         return tuple(target for target in TARGETS if target.option == self.argument)
 
     def word(self, text: str) -> str:
-        """Translate "false" to "off", and "true" to the value besides "off" if there is only one."""
+        """Translate "false" to "off". If only one value turns the option on, translate "true" to this value."""
         values = [value for value in self.allowed if value != "off"]
         if text == "true" and len(values) == 1 and not self.size:
             return values[0]
         return "off" if text == "false" else text
 
     def lacks(self) -> tuple[str, ...]:
-        """Return the releases, such as "peft >= 0.17", any one of which satisfies the option.
+        """Return the option's unmet requirements, such as "peft >= 0.17". Meeting any one of them is enough.
 
-        The result is empty if one of them is installed. A library without metadata, for example a checkout on
+        The result is empty if one requirement is met. A library without metadata, for example a checkout on
         PYTHONPATH, counts as installed.
         """
         missing: dict[str, None] = {}

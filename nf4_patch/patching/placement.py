@@ -89,9 +89,9 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Add a pair for each function that ``function`` wraps and another module still holds.
+        """Follow ``__wrapped__`` from ``function``, and add a Pair for each wrapped function that some module still holds.
 
-        A module holds such a function if it imported the function by name before another library wrapped it.
+        A module still holds a wrapped function if it imported this function by name before another library wrapped it.
         """
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):

@@ -199,8 +199,8 @@ class Reason(enum.Enum):
         return self in EXPECTED
 
 
-# For these Reasons, the original would compute wrong numbers. So replacements that dequantize raise an error instead
-# of falling back.
+# For these Reasons, replacements that dequantize raise an error instead of falling back, because the original would
+# compute wrong numbers.
 WRONG_IN_THE_ORIGINAL = {Reason.CPU_PACKING}
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,

@@ -91,7 +91,7 @@ class DoctorReport(Report):
     targets: list[Judged]
     limits: list[str]  # which calls of patched targets do not get faster, and what to do
     variables: list[str]  # the NF4_* variables that are set, with remarks
-    lines: dict[str, str] = field(default_factory=dict)  # the line to type, by what it is for
+    lines: dict[str, str] = field(default_factory=dict)  # the line to type, by its purpose
     verbose: bool = False  # show every target and kernel
     cpu: str = ""  # the fault of bitsandbytes on this CPU
     offload: tuple[str, ...] = ()  # what to type for the model that was named
@@ -180,7 +180,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 
 
 def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the lines that the user should type, by what they are for.
+    """Return the lines that the user should type, by their purpose.
 
     Only a GPU that waits for Python needs batches of few lengths. A mixture must fit on the GPU with the least memory.
     """

@@ -1,6 +1,7 @@
 """``nf4-patch doctor --measure``: time training steps on this machine's GPU, with and without the patch.
 
-The sides take turns in one process. Each turn switches the patch on or off, so that layers are captured and caches are filled anew.
+One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so that layers are
+captured and caches are filled anew.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from .step import (
 )
 
 DEFAULT = "Llama-3.1-8B"
-# WARM_UPS: cache and activations learn what is free, then layers are captured again.
+# During the WARM_UPS, cache and activations find out how much memory is free, and then layers are captured again.
 LENGTHS, ROUNDS, LEARNING, WARM_UPS, TIMED = (512, 2048), 3, 4, 10, 3
-SECONDS = 80  # no further round begins later
+SECONDS = 80  # no round begins after this time
 BUSY = 0.9  # a GPU that works for this part of a step does not wait for Python
 BEFORE, FULL, FAST = "no patch", "fast, full GPU", "fast"
 SIDES: dict[str, dict[str, Any] | None] = {
@@ -156,10 +157,10 @@ def about(model: str) -> dict[str, str]:
 
 
 def turn(model: Any, tokens: int, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Train one side for some steps. Then time steps with a learning rate of 0, which all have the same loss."""
+    """Train with these options, or without the patch if None. Then time steps with a learning rate of 0, whose losses are equal."""
     try:
         with patch(options is not None, **options or {}):
-            # one optimizer, because before the first step of another, cached weights and activations are dropped
+            # one optimizer for all steps, because the first step of another one would drop cached weights and activations
             optimizer = torch.optim.AdamW(reset(model), lr=1e-3, weight_decay=0.0, fused=True)
             step = Step(model, optimizer, (1, tokens))
             losses = [step().item() for _ in range(LEARNING)]
@@ -184,7 +185,7 @@ def did_not_help(status: nf4_patch.Status) -> Iterator[str]:
 
 
 def disagree(tokens: int, turns: Mapping[str, Turns]) -> Iterator[str]:
-    """Yield losses that are not those without the patch, up to rounding in bf16."""
+    """Yield a message for each turn whose losses differ from those without the patch by more than bf16 rounding."""
     want = turns[BEFORE][0]["losses"]
     for side, every in turns.items():
         for got in (each["losses"] for each in every):

@@ -1,4 +1,4 @@
-"""What the commands share: the type of their reports, a way to show progress, and an error for impossible tasks."""
+"""Code that the commands share: the type of their reports, a way to show progress, and an error for impossible tasks."""
 
 from __future__ import annotations
 

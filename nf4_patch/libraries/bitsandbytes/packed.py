@@ -100,8 +100,8 @@ class Chain(parametrize.ParametrizationList):
     def append(self, parametrization: torch.nn.Module) -> Any:
         """Append a parametrization. Clear the cache, because ``register_parametrization`` read the weight without it.
 
-        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each
-        ``_LoraFactorsProxy`` an instance of both classes.
+        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. Make each
+        ``_LoraFactorsProxy`` an instance of both classes, so that peft removes it too.
         """
         layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):

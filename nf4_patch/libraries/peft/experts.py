@@ -99,9 +99,8 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    peft would find a parametrized weight only by its full name, and would visit the stacks in another order. This order
-    decides the names in the adapter's file. So the dense parameters have the order of transformers' classes, where the
-    down projection is last.
+    Otherwise peft would find a parametrized weight only by its full name, and would visit the stacks in a different order. The
+    order decides the names in the adapter's file. As in transformers' classes, the down projection is last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -149,8 +148,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 swapped A and B of square experts, which the shapes do not show, or Unsloth before
-            2026.9.6 wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. The former swapped A and B of square
+            experts, which the shapes do not show. The latter wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse

@@ -1,7 +1,7 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel. That kernel runs, except in eager calls that the weight cache can
-serve, or on GPUs where nf4_patch was measured to be faster in eager calls.
+Newer releases of Unsloth have their own NF4 kernel, which runs in compiled calls. It also runs in eager calls, unless the
+weight cache can serve the call, or nf4_patch was measured to be faster on the machine's GPUs.
 """
 
 from __future__ import annotations
