@@ -212,24 +212,36 @@ OFFLOAD = {
 }  # fmt: skip
 
 
+def in_gb(run: Record) -> Record:
+    """Return the sizes of a timed step with ``offload=``, in GB (10^9 bytes), and the time of its copies alone."""
+    return {
+        "host_gb": run["in_host"] / 1e9, "loading_gb": run["peak_loading"]["reserved"] / 1e9,
+        "training_gb": run["peak"]["reserved"] / 1e9, "bus_ms": run["fetched"] / run["bus"] * 1e3,
+        # a cap leaves out half a GB, which CUDA itself takes
+        "card_gb": run["cap"] * 2**30 / 1e9 + 0.5 if run["cap"] else run["gpu_bytes"] / 1e9,
+    }  # fmt: skip
+
+
+def dense(**where: Any) -> list[Record]:
+    """Return the timed steps of whole dense models on a capped GPU, as ``in_gb`` describes them."""
+    runs = [run for run in records("offload", **where) if run["model"] not in BILLIONS and run["cap"]]
+    return [run | in_gb(run) for run in runs]
+
+
 def offload(**where: Any) -> list[Record]:
     """Return the timed steps of whole mixtures, with sizes in GB (10^9 bytes).
 
     ``dense_experts_gb`` is the size of all experts in 16 bits. Two thirds of it, ``gate_up_gb``, are ``gate_up_proj``.
     """
     return [
-        run | {
+        run | in_gb(run) | {
             "dense_gb": 2 * BILLIONS[run["model"]], "packed_gb": (run["loaded"] + run["in_host"]) / 1e9,
-            "host_gb": run["in_host"] / 1e9, "adapters_gb": run["adapters_held"] / 1e9,
+            "adapters_gb": run["adapters_held"] / 1e9,
             # rows without "experts" are older, and offloaded nothing else
             "experts_gb": (packed := run.get("experts", run["in_host"])) / 1e9,
-            "loading_gb": run["peak_loading"]["reserved"] / 1e9, "training_gb": run["peak"]["reserved"] / 1e9,
             "dense_experts_gb": (dense := packed / PACKED_BYTES * 2 / 1e9),
             "gate_up_gb": (gate_up := dense * 2 / 3),
             "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
-            # a cap leaves out half a GB, which CUDA itself takes
-            "card_gb": run["cap"] * 2**30 / 1e9 + 0.5 if run["cap"] else run["gpu_bytes"] / 1e9,
-            "bus_ms": run["fetched"] / run["bus"] * 1e3,
             "lora": "attention" if run["attention_only"] else "attention, experts",
         }
         for model in BILLIONS for run in records("offload", **{"model": model} | where) if "gpu_ms" in run
@@ -381,7 +393,7 @@ ROLLOUTS = {
     "patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache',
     "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": DECODE_GRAPHS,
 }  # fmt: skip
-GRPO = ROLLOUTS | {"graphs": '`enable(matmul="auto", graphs="auto", lora="fused")`, static cache'}
+GRPO = ROLLOUTS | {"unsloth": "Unsloth's GRPO, its defaults"}
 GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
@@ -466,6 +478,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "offload": lambda: pivot(offload(**OFFLOADED), {"tokens": "{tokens:,}", **OFFLOAD}),
     "offload-all": lambda: pivot(offload(), {
         "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}", **OFFLOAD}),
+    "offload-dense": lambda: pivot(dense(), {
+        "model, tokens": "{model}, {tokens:,}", **OFFLOAD}),
+    "card-70b": lambda: "{card_gb:.0f} GB".format_map(dense(model="Llama-3.1-70B")[0]),
+    # a step next to everything resident, which alternates with it: 70B's first layers, and 32B
+    "offload-turns": lambda: " and ".join("{:.2f}".format(operator.truediv(
+        *(records("offload", model=model, in_turns=True, side=side)[0]["gpu_ms"] for side in ("all", "resident"))))
+        for model in ("Llama-3.1-70B", "Qwen3-32B")),
     "wait": lambda: " ms instead of ".join(
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),

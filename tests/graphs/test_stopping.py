@@ -13,6 +13,7 @@ from test_decode_steps import LENGTH, model_of
 from test_graphed_layers import DEVICE, GPU
 from torch import Tensor
 from transformers.generation import utils
+from transformers.integrations import sdpa_attention
 
 import nf4_patch
 from nf4_patch.graphs import heads, stopping
@@ -240,8 +241,6 @@ def test_an_option_that_is_off(late):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("n_rep", [1, 2, 8])
 def test_repeat_kv(n_rep, dtype):
-    from transformers.integrations.sdpa_attention import repeat_kv
-
     x = torch.randint(-(2**15), 2**15, (2, 3, 5, 64), device=DEVICE, dtype=torch.int16).view(torch.bfloat16)
     x = x.to(dtype) if dtype is not torch.bfloat16 else x  # with NaNs of all kinds, whose bits stay
     views = {
@@ -250,9 +249,9 @@ def test_repeat_kv(n_rep, dtype):
         "empty": (x[:, :, :0], True), "meant for 3 dims": (x[..., ::2], False),
     }  # fmt: skip
     for name, (view, in_words) in views.items():
-        expected = repeat_kv(view, n_rep)
+        expected = sdpa_attention.repeat_kv(view, n_rep)
         with nf4_patch.enabled(graphs="auto"):
-            found = transformers.integrations.sdpa_attention.repeat_kv(view, n_rep)
+            found = sdpa_attention.repeat_kv(view, n_rep)
         bits = torch.int16 if dtype.itemsize == 2 else torch.int32
         assert torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits)), name
         assert (
@@ -266,5 +265,5 @@ def test_repeat_kv_with_a_gradient():
     with nf4_patch.enabled(graphs="auto"):
         x = torch.randn(1, 2, 3, 8, device=DEVICE, requires_grad=True)
         weights = torch.arange(4.0, device=DEVICE)[None, :, None, None]
-        (transformers.integrations.sdpa_attention.repeat_kv(x, 2) * weights).sum().backward()
+        (sdpa_attention.repeat_kv(x, 2) * weights).sum().backward()
     assert torch.equal(x.grad, torch.tensor([1.0, 5.0], device=DEVICE)[None, :, None, None].expand_as(x))
