@@ -157,8 +157,8 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "GLM": (Setting("GLM-4.5-Air", cap=CAP_24, bits=0, steps=7), ("all",)),
     "8B, bits": (Setting("Llama-3.1-8B", budget="2GiB", steps=0), SIDES),
     "8B": (Setting("Llama-3.1-8B", cap=CAP_8, bits=0), ("all",)),
-    "32B": (Setting("Qwen3-32B", cap=CAP_12, bits=0, steps=7), ("all",)),
-    "32B, resident": (Setting("Qwen3-32B", bits=0, steps=7), ("resident", "all")),
+    "32B": (Setting("Qwen3-32B", cap=CAP_12, budget="3GiB", bits=0, steps=7), ("budget", "all")),
+    "32B, resident": (Setting("Qwen3-32B", budget="3GiB", bits=0, steps=7), TIMED),
     "70B": (Setting("Llama-3.1-70B", cap=CAP_24, tokens=4096, budget="5GiB", bits=0, steps=5), ("budget", "all")),
     "70B, resident": (Setting("Llama-3.1-70B", tokens=4096, bits=0, steps=5), ("resident", "all")),
 }
