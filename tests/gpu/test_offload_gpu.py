@@ -518,8 +518,9 @@ def test_a_forked_child_leaves_it_alone(folders, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_processes(tmp_path):
-    output = run([sys.executable, *TORCHRUN, PROGRAM], tmp_path)
+@pytest.mark.parametrize("words", [(), ("auto",)], ids=["experts", "dense, auto"])
+def test_two_processes(words, tmp_path):
+    output = run([sys.executable, *TORCHRUN, PROGRAM, *words], tmp_path)
     print(output)
     assert output.count("the steps of the resident model") == 2
 

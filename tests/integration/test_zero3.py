@@ -44,8 +44,9 @@ def test_experts_in_bf16_storage_sharded_and_checkpointed(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_offload_gpu.py runs it over NCCL")
-def test_experts_in_host_memory_under_ddp(tmp_path):
-    assert launched(tmp_path, "offload_distributed").count("the steps of the resident model") == 2
+@pytest.mark.parametrize("words", [(), ("auto",)], ids=["experts", "dense, auto"])
+def test_weights_in_host_memory_under_ddp(words, tmp_path):
+    assert launched(tmp_path, "offload_distributed", *words).count("the steps of the resident model") == 2
 
 
 LORA = {way: "hit, fell back: [], equal: False" for way in ("ddp", "fsdp1", "fsdp2")}
