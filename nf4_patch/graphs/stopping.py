@@ -14,9 +14,10 @@ import torch
 
 from ..nf4 import runtime
 from ..patching.replacement import Function
+from ..patching.targets import MODULES
 from .shapes import graphs
 
-LIBRARY = "transformers.generation."
+LIBRARY = MODULES["generation"].rpartition(".")[0] + "."
 CALLS_A_FUNCTION = (
     "PrefixConstrainedLogitsProcessor"  # a function of the script, which a further token would call once more
 )
