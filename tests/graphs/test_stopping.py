@@ -156,7 +156,7 @@ class Caller(Counting):
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **given):  # type: ignore[no-untyped-def, override]
         found = model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **given)
-        self.calls.append([layer.cumulative_length.tolist() for layer in given["past_key_values"].layers])
+        self.calls.append([layer.cumulative_length.tolist() for layer in steps.cache_in(given).layers])
         return found
 
 
