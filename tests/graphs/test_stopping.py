@@ -312,7 +312,7 @@ def test_a_method_of_the_library_that_the_script_replaced(late, monkeypatch):
         results(model, batch=1)
         del calls[:], late[:]
         found = generated(model, batch=1, eos_token_id=eos, temperature=0.7)
-    assert not late and len(calls) == found[0].shape[1] - 6 == 5
+    assert not late and len(calls) == found[0].shape[1] - 6 < LENGTH
 
 
 def test_a_returned_cache_is_not_ahead(late):
@@ -389,7 +389,7 @@ def test_an_option_that_is_switched_off_meanwhile(late, monkeypatch):
 
             monkeypatch.setattr(utils.DeferredStopCheck, "__call__", checked)
             assert all(map(torch.equal, generated(model, batch=1, eos_token_id=eos), expected)), wanted
-            assert len(calls) == 6
+            assert len(calls) == expected[0].shape[1] - 6 + 1
 
 
 def test_an_option_that_is_off(late):
