@@ -21,6 +21,7 @@ from ..patching.replacement import Function
 from ..patching.targets import MODULES
 from .calls import why_not_here
 from .own_code import functions_in, is_function, is_library
+from .recording import why_no_capture
 from .shapes import graphs
 
 GENERATION = MODULES["generation"]
@@ -126,6 +127,8 @@ def is_supported(
     if not all(is_library(function) for method in methods for function in functions_in(method)):
         return False
     if device.type != runtime.DEVICE or why_not_here() is not None or not graphs.knows_step(now.model):
+        return False
+    if why_no_capture() is not None:  # another thread may draw random numbers, or a profiler counts the calls
         return False
     now.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -367,6 +368,24 @@ def test_an_interrupt_leaves_nothing(late):
         del model, call
         gc.collect()
         assert reference() is None
+
+
+def test_another_thread_that_may_draw_random_numbers(late):
+    model, end = model_of(), threading.Event()
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, 2)
+        assert late
+        del late[:]
+        other = threading.Thread(target=lambda: end.wait())  # its frame is one of this script
+        other.start()
+        try:
+            generated(model)
+        finally:
+            end.set()
+            other.join()
+        assert not late
+        generated(model)
+        assert late
 
 
 def test_an_option_that_is_switched_off_meanwhile(late, monkeypatch):
