@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..patching.context import watched
 from ..patching.replacement import Function
 
 WORD = torch.complex128  # a copy moves elements, and this is the largest of them
@@ -19,7 +21,7 @@ def repeat_kv(original: Function, hidden_states: Tensor, n_rep: int) -> Tensor:
         hidden_states: keys or values [b, heads, tokens, d].
     """
     x = hidden_states
-    if n_rep == 1 or (x.requires_grad and torch.is_grad_enabled()) or not is_in_words(x):
+    if n_rep == 1 or is_observed(x) or not is_in_words(x):
         return original(x, n_rep)  # type: ignore[no-any-return]
     words = x.view(WORD)
     b, heads, tokens, d = words.shape
@@ -27,9 +29,14 @@ def repeat_kv(original: Function, hidden_states: Tensor, n_rep: int) -> Tensor:
     return every.reshape(b, heads * n_rep, tokens, d).view(x.dtype)
 
 
+def is_observed(x: Tensor) -> bool:
+    """Return whether PyTorch differentiates the copy, or a mode sees it."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or watched() is not None
+
+
 def is_in_words(x: Tensor) -> bool:
     """Return whether the rows of a plain tensor on a GPU consist of whole words of ``WORD``."""
-    if type(x) is not Tensor or x.dim() != 4 or x.stride(3) != 1 or x.dtype.is_complex:
+    if type(x) is not Tensor or x.dim() != 4 or x.stride(3) != 1 or x.dtype.is_complex or x.is_neg():
         return False
     sizes = (x.shape[3], x.storage_offset(), *x.stride()[:3])
     return all(size * x.element_size() % WORD.itemsize == 0 for size in sizes)

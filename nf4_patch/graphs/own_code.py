@@ -135,6 +135,7 @@ class Code:
             value for m in modules for name, value in vars(m).items() if name != CHECKPOINT and callable(value)
         ]
         self.attributes = [value for value in attributes if not isinstance(value, (type, nn.Module))]
+        self.configs = {*map(id, configs)}  # the fingerprint watches their contents
         called = [f for value in (*forwards, *self.attributes) for f in functions_in(value)]
         spaces = [*named, *[f.__globals__ for f in called if is_library(f)], vars(nn.functional)]
         generic: Any = sys.modules.get(MODULES["registries of functions"])
@@ -187,7 +188,7 @@ class Code:
                 )
         for value in self.attributes:
             for held in held_by(value):
-                if not is_constant(held):
+                if not is_constant(held) and id(getattr(held, "__dict__", None)) not in self.configs:
                     return (
                         f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
                     )

@@ -85,8 +85,6 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
 def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
     """Replace ``PreTrainedModel.get_compiled_call``."""
     is_step, asked.model = asked.model() is model, Asked.model
-    if is_step and current.sample is not None:
-        current.sample.model = model
     return Step(model) if is_step else original(model, compile_config)
 
 
@@ -173,6 +171,9 @@ class Step:
 
     def __init__(self, model: Any):
         self.model, self.fallbacks = model, Fallbacks(f"{MODELS}.PreTrainedModel.get_compiled_call")
+        self.sample = current.sample()
+        if self.sample is not None:
+            self.sample.model = model
         self.key: Any = None
         self.graph: GraphedStep | None = None
         self.observed: Any = None  # the key of the step that was observed, and the model's fingerprint then
@@ -183,8 +184,8 @@ class Step:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         plan: Any = None
-        if current.sample is not None:
-            current.sample.step_begins()
+        if self.sample is not None:
+            self.sample.step_begins()
         if not (args or self.refused or is_compiling()) and switch.gates["graphs"].on:
             try:
                 plan = self.plan(inputs)

@@ -7,20 +7,29 @@ without it.
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..patching.replacement import Function
 from ..patching.targets import MODULES
+from .calls import why_not_here
+from .own_code import functions_in, is_function, is_library
+from .recording import why_no_capture
 from .shapes import graphs
 
-LIBRARY = MODULES["generation"].rpartition(".")[0] + "."
-CALLS_A_FUNCTION = (
-    "PrefixConstrainedLogitsProcessor"  # a function of the script, which a further token would call once more
-)
+GENERATION = MODULES["generation"]
+LIBRARY = GENERATION.rpartition(".")[0] + "."
+# COUNTING: processors that count tokens. The same object may serve several calls of generate().
+COUNTING = {"SynthIDTextWatermarkLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor"}
+# AT_EACH_TOKEN: methods of a model that ``_sample`` calls besides the decode step
+AT_EACH_TOKEN = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_has_unfinished_sequences"
 
 
 class Sample:
@@ -35,25 +44,46 @@ class Sample:
         self.model: Any = None  # the model, if its decode steps run as a Step
         self.generator: Any = None  # the generator that draws the tokens, if the check is late
         self.before_step: Any = None  # its state before the latest step
+        self.steps = 0
 
     def step_begins(self) -> None:
         if self.generator is not None:
             self.before_step = self.generator.get_state()
+            self.steps += 1
+
+    def finished(self, tokens: Tensor, prompt: int) -> Tensor:
+        """Return what ``_sample`` returned. If a token was dropped, give its random numbers and its memory back."""
+        if self.generator is None or tokens.shape[1] - prompt > self.steps:
+            return tokens
+        self.generator.set_state(self.before_step)
+        return tokens.clone(memory_format=torch.contiguous_format)
 
 
 class Current(threading.local):
-    """The innermost call of ``_sample`` in this thread."""
+    """The innermost call of ``_sample`` in this thread. The reference is weak, because Ctrl-C may interrupt the cleanup."""
 
-    sample: Sample | None = None
+    sample: Callable[[], Sample | None] = staticmethod(lambda: None)
 
 
 current = Current()
 
 
 def is_of_the_library(each: Any) -> bool:
-    """Return whether a logits processor or a stopping criterion runs no code but transformers'."""
+    """Return whether a logits processor, a stopping criterion or a list of them runs only transformers' code."""
     kind = type(each)
-    return kind.__module__.startswith(LIBRARY) and kind.__name__ != CALLS_A_FUNCTION
+    if not kind.__module__.startswith(LIBRARY) or kind.__name__ in COUNTING:
+        return False
+    if any(map(callable, vars(each).values())):  # a function of the script, or a model, which may have hooks
+        return False
+    methods = [value for base in kind.__mro__ for value in vars(base).values() if is_function(value)]
+    if not all(is_library(function) for method in methods for function in functions_in(method)):
+        return False
+    return not isinstance(each, list) or all(map(is_of_the_library, each))
+
+
+def is_generate(caller: Any) -> bool:
+    """Return whether a frame is transformers' ``generate()``. Any other caller may keep the cache, which is a token ahead."""
+    return caller.f_globals.get("__name__") == GENERATION and caller.f_code.co_name == "generate"
 
 
 def sample(
@@ -61,11 +91,12 @@ def sample(
     synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """Replace ``GenerationMixin._sample``."""
-    is_plain = not synced_gpus and streamer is None
-    is_plain = is_plain and all(map(is_of_the_library, (*logits_processor, *stopping_criteria)))
-    outer, current.sample = current.sample, Sample(is_plain)
+    is_plain = not synced_gpus and streamer is None and is_generate(sys._getframe(2))
+    is_plain = is_plain and is_of_the_library(logits_processor) and is_of_the_library(stopping_criteria)
+    now, outer = Sample(is_plain), current.sample
     try:
-        return original(
+        current.sample = weakref.ref(now)
+        found = original(
             model,
             input_ids,
             logits_processor,
@@ -77,6 +108,7 @@ def sample(
         )
     finally:
         current.sample = outer
+    return now.finished(found, input_ids.shape[1])
 
 
 def is_supported(
@@ -88,19 +120,15 @@ def is_supported(
     """
     if original(device, cache, cache_is_returned, is_assistant):
         return True
-    now = current.sample
+    now = current.sample()
     if now is None or now.model is None or not now.is_plain or cache_is_returned or is_assistant:
         return False
-    if device.type != runtime.DEVICE or not graphs.knows_step(now.model):
+    methods = [getattr(now.model, name) for name in AT_EACH_TOKEN]
+    if not all(is_library(function) for method in methods for function in functions_in(method)):
+        return False
+    if device.type != runtime.DEVICE or why_not_here() is not None or not graphs.knows_step(now.model):
+        return False
+    if why_no_capture() is not None:  # another thread may draw random numbers, or a profiler counts the calls
         return False
     now.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     return True
-
-
-def finish(original: Function, check: Any) -> int:
-    """Replace ``DeferredStopCheck.finish``, which returns how many tokens are dropped."""
-    dropped: int = original(check)
-    now = current.sample
-    if dropped and now is not None and now.before_step is not None:
-        now.generator.set_state(now.before_step)
-    return dropped

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from ..version import holds, release_of
 from .counters import warn_once
 from .state import State
 from .target import ANY, Target
@@ -129,6 +130,8 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
         return
+    if target.name not in installed and not is_in_release(target):
+        return
     entry = installed[target.name] = installed.get(target.name) or Installed(target)
     pair = entry.pair_of(current)
     if pair is not None:
@@ -148,6 +151,15 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
             if target.patch_copies and not known:
                 entry.add_wrapped(original)
     entry.swap(on=wanted)
+
+
+def is_in_release(target: Target) -> bool:
+    """Return whether the installed release of the target's library is one of ``Target.releases``.
+
+    An older release may have a function with the same name and parameters, and call it in another way.
+    """
+    release = release_of(target.library)  # None for a checkout on PYTHONPATH
+    return release is None or holds(release, target.releases)
 
 
 def is_of_an_earlier_import(target: Target) -> bool:

@@ -27,7 +27,8 @@ class Target:
     Attributes:
         function: the function, as "module:attribute". A dotted attribute is a method of a class, or an entry of a dict
             in a class.
-        releases: releases of the library that have the function, such as ">= 1.0" or "<= 1.0".
+        releases: releases of the library that have the function, such as ">= 1.0" or "<= 1.0". In other releases, the
+            function is not patched.
         tested: releases that the tests ran with.
         parameters: lists of parameter names that the replacement supports. A function with other names is not patched.
         replace: the function that makes the replacement, as "module:function" relative to this package, for example

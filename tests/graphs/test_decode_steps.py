@@ -440,6 +440,27 @@ def test_a_hook_that_only_requires_a_gradient():
     assert compared(model, {}, {})[1] == SHAPE.num_hidden_layers * (LENGTH - 1)
 
 
+def test_the_forward_that_trl_puts_in_place():
+    """GRPOTrainer replaces the model's forward by a closure that holds the model's config."""
+    trl = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(trl, "add_fused_lm_head"):
+        pytest.skip("this TRL leaves the forward as it is")
+    model = model_of()
+    trl.add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+    assert compared(model, {}, {})[1] == SHAPE.num_hidden_layers * (LENGTH - 1) and not refused()
+
+
+def test_a_forward_that_holds_another_config():
+    model = model_of()
+    inner = model.get_base_model()
+    trl = pytest.importorskip("trl.trainer.utils")
+    config, inner.config = inner.config, config_for("Llama")
+    trl.add_fused_lm_head(inner)
+    inner.config = config
+    compared(model, {}, {})
+    assert refused() == {"GRAPH_OWN_CODE"}
+
+
 def test_a_model_that_transformers_compiles():
     class Config:
         disable_compile = True

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -9,14 +13,18 @@ import recorders
 import test_graphed_layers as graphed
 import torch
 import transformers
+from interrupts import interrupted_at_every_line
 from test_decode_steps import LENGTH, model_of
 from test_graphed_layers import DEVICE, GPU
 from torch import Tensor
-from transformers.generation import utils
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.generation import logits_process, utils
 from transformers.integrations import sdpa_attention
 
 import nf4_patch
-from nf4_patch.graphs import heads, stopping
+from nf4_patch.graphs import heads, steps, stopping
 from nf4_patch.graphs.layers import graphs
 
 clean = graphed.clean
@@ -80,6 +88,7 @@ def compared(model: Any, late: list[int], **options: Any) -> int:
         found = results(model, **options)
     for ours, theirs in zip(found, expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
+        assert ours[0].stride() == theirs[0].stride() and ours[0]._base is None  # a script may call view()
     return expected[0][0].shape[1] - 6
 
 
@@ -143,7 +152,55 @@ class Prefix(Counting):
         return list(range(3 + len(self.calls) % 5, 400))
 
 
+class Caller(Counting):
+    """Calls ``_sample`` itself, and keeps its cache."""
+
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **given):  # type: ignore[no-untyped-def, override]
+        found = model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **given)
+        self.calls.append([layer.cumulative_length.tolist() for layer in steps.cache_in(given).layers])
+        return found
+
+
+class Model(Counting):
+    """A second model with a hook, which guides the first."""
+
+    def __call__(self) -> Any:
+        model = model_of().base_model.model
+        model.register_forward_hook(lambda *_: self.calls.append("forward"))
+        return logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model)
+
+
+class Replaced(Counting):
+    def __call__(self) -> Any:
+        processor = logits_process.WatermarkLogitsProcessor(vocab_size=512, device=DEVICE)
+        seed = processor.set_seed
+        processor.set_seed = lambda tokens: (self.calls.append(tokens.tolist()), seed(tokens))[1]
+        return processor
+
+
+class Synth(Counting):
+    """Has no code of the script, but counts the tokens of all calls."""
+
+    def __call__(self) -> Any:
+        keys = {"keys": [1, 2, 3], "sampling_table_size": 64, "sampling_table_seed": 0, "context_history_size": 16}
+        return logits_process.SynthIDTextWatermarkLogitsProcessor(ngram_len=3, device=DEVICE, **keys)
+
+
+def processors(*each: Any) -> dict[str, Any]:
+    return {"logits_processor": transformers.LogitsProcessorList(each)}
+
+
 OWN = {
+    "nested criterion": (
+        Criterion,
+        lambda each: {
+            "stopping_criteria": transformers.StoppingCriteriaList([transformers.StoppingCriteriaList([each])])
+        },
+    ),
+    "caller": (Caller, lambda each: {"custom_generate": each}),
+    "guided": (Model, lambda each: processors(each())),
+    "replaced": (Replaced, lambda each: processors(each())),
+    "synth": (Synth, lambda each: processors(each())),
     "criterion": (Criterion, lambda each: {"stopping_criteria": transformers.StoppingCriteriaList([each])}),
     "processor": (Processor, lambda each: {"logits_processor": transformers.LogitsProcessorList([each])}),
     "prefix": (Prefix, lambda each: {"prefix_allowed_tokens_fn": each}),
@@ -156,7 +213,7 @@ def test_the_users_code_sees_no_further_token(kind, late):
     model = model_of()
     make, options = OWN[kind]
     with nf4_patch.enabled():
-        eos = int(generated(model, batch=1)[0][0, 10])
+        eos = int(generated(model, **{"batch": 1, **options(make())})[0][0, 10])
     found = []
     for on in ({}, {"graphs": "auto"}):
         with nf4_patch.enabled(**on):
@@ -166,6 +223,7 @@ def test_the_users_code_sees_no_further_token(kind, late):
             calls = results(model, eos_token_id=eos, **{"batch": 1, **options(each)})
             found.append((calls, each.calls))
     assert not late and found[0][1] == found[1][1]
+    assert found[0][0][0][0].shape[1] < 6 + LENGTH
     for theirs, ours in zip(found[0][0], found[1][0], strict=True):
         assert all(map(torch.equal, ours, theirs))
 
@@ -193,6 +251,71 @@ def test_a_hook_sees_no_further_token(late):
     assert calls[0] == calls[1] and calls[0] and not late
 
 
+class Seen:
+    """Ways in which a script sees each call of a model. Each method puts one in place, and returns how to take it away."""
+
+    def __init__(self, model: Any):
+        self.model, self.calls = model.base_model.model, []
+
+    def note(self, *_: Any) -> None:
+        self.calls.append("call")
+
+    def hook_on_a_part(self) -> Any:
+        return self.model.model.layers[1].self_attn.register_forward_hook(self.note).remove
+
+    def hook_on_all_modules(self) -> Any:
+        return torch.nn.modules.module.register_module_forward_hook(self.note).remove
+
+    def mode(self) -> Any:
+        counter = FlopCounterMode(display=False).__enter__()
+        return lambda: (counter.__exit__(None, None, None), self.calls.append(counter.get_total_flops()))
+
+    def method_of_its_class(self) -> Any:
+        kind, note = type(self.model), self.note
+
+        class Own(kind):  # type: ignore[misc, valid-type]
+            @functools.wraps(kind.prepare_inputs_for_generation)
+            def prepare_inputs_for_generation(self, *args: Any, **given: Any) -> Any:
+                note()
+                return super().prepare_inputs_for_generation(*args, **given)
+
+        self.model.__class__ = Own
+        return lambda: setattr(self.model, "__class__", kind)
+
+
+@pytest.mark.parametrize("way", ["hook_on_a_part", "hook_on_all_modules", "mode", "method_of_its_class"])
+def test_the_model_is_not_called_once_more(way, late):
+    model = model_of()
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+    calls = []
+    for on in ({}, {"graphs": "auto"}):
+        with nf4_patch.enabled(**on):
+            results(model, batch=1)
+            seen = Seen(model)
+            undo = getattr(seen, way)()
+            results(model, batch=1)  # the step is recorded again, if nothing forbids it
+            del late[:]
+            generated(model, batch=1, eos_token_id=eos)
+            undo()
+            calls.append(seen.calls)
+    assert not late and calls[0] == calls[1] and calls[0]
+
+
+def test_a_method_of_the_library_that_the_script_replaced(late, monkeypatch):
+    model, calls = model_of(), []
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+    monkeypatch.setattr(
+        logits_process.TemperatureLogitsWarper, "__call__", lambda self, ids, scores: (calls.append(1), scores)[1]
+    )
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, batch=1)
+        del calls[:], late[:]
+        found = generated(model, batch=1, eos_token_id=eos, temperature=0.7)
+    assert not late and len(calls) == found[0].shape[1] - 6 < LENGTH
+
+
 def test_a_returned_cache_is_not_ahead(late):
     compared_caches = []
     model = model_of()
@@ -218,11 +341,74 @@ def test_after_an_error(late):
 
         with pytest.raises(KeyboardInterrupt):
             generated(model, stopping_criteria=transformers.StoppingCriteriaList([Failing()]))
-        assert stopping.current.sample is None
+        assert stopping.current.sample() is None
     del late[:]
     nf4_patch.release()
     compared(model, late)
     assert late
+
+
+def test_an_interrupt_leaves_nothing(late):
+    """Ctrl-C at any line leaves no reference to the model, and later calls are as without it."""
+    model = model_of()
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+        expected = generated(model, batch=1, eos_token_id=eos)
+    with nf4_patch.enabled(graphs="auto"):
+        generated(model, batch=1)
+        call = functools.partial(generated, model, batch=1, eos_token_id=eos)
+        places = 0
+        functions = stopping.sample, stopping.is_supported, stopping.Sample.finished, steps.Step.__call__
+        for place in interrupted_at_every_line(call, *functions):
+            places += 1
+            assert stopping.current.sample() is None, place
+            assert all(map(torch.equal, call(), expected)), place
+        assert places > 20
+        reference = weakref.ref(model.base_model.model)
+        del model, call
+        gc.collect()
+        assert reference() is None
+
+
+def test_another_thread_that_may_draw_random_numbers(late):
+    model, end = model_of(), threading.Event()
+    with nf4_patch.enabled(graphs="auto"):
+        results(model, 2)
+        assert late
+        del late[:]
+        other = threading.Thread(target=lambda: end.wait())  # its frame is one of this script
+        other.start()
+        try:
+            generated(model)
+        finally:
+            end.set()
+            other.join()
+        assert not late
+        generated(model)
+        assert late
+
+
+def test_an_option_that_is_switched_off_meanwhile(late, monkeypatch):
+    """Another thread may call disable() at any time."""
+    model = model_of()
+    with nf4_patch.enabled():
+        eos = int(generated(model, batch=1)[0][0, 10])
+        expected = generated(model, batch=1, eos_token_id=eos)
+    check = utils.DeferredStopCheck.__call__
+    for wanted in range(6):
+        with nf4_patch.enabled(graphs="auto"):
+            generated(model, batch=1)
+            calls: list[int] = []
+
+            def checked(*given: Any, calls: list[int] = calls, wanted: int = wanted) -> bool:
+                calls.append(1)
+                if len(calls) == wanted:
+                    nf4_patch.disable()
+                return check(*given)
+
+            monkeypatch.setattr(utils.DeferredStopCheck, "__call__", checked)
+            assert all(map(torch.equal, generated(model, batch=1, eos_token_id=eos), expected)), wanted
+            assert len(calls) == expected[0].shape[1] - 6 + 1
 
 
 def test_an_option_that_is_off(late):
@@ -267,3 +453,25 @@ def test_repeat_kv_with_a_gradient():
         weights = torch.arange(4.0, device=DEVICE)[None, :, None, None]
         (sdpa_attention.repeat_kv(x, 2) * weights).sum().backward()
     assert torch.equal(x.grad, torch.tensor([1.0, 5.0], device=DEVICE)[None, :, None, None].expand_as(x))
+
+
+def test_repeat_kv_with_forward_mode_derivatives():
+    x, tangent = torch.randn(1, 2, 3, 8, device=DEVICE), torch.randn(1, 2, 3, 8, device=DEVICE)
+    expected = sdpa_attention.repeat_kv(tangent, 2)
+    with nf4_patch.enabled(graphs="auto"):
+        _, found = torch.func.jvp(lambda x: sdpa_attention.repeat_kv(x, 2), (x,), (tangent,))
+        assert torch.equal(found, expected)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(sdpa_attention.repeat_kv(forward_ad.make_dual(x, tangent), 2)).tangent
+    assert torch.equal(found, expected)
+
+
+def test_repeat_kv_of_what_has_no_words():
+    negative = torch._neg_view(torch.randn(1, 2, 3, 8, device=DEVICE))
+    with nf4_patch.enabled(graphs="auto"):
+        found = sdpa_attention.repeat_kv(negative, 2)
+        traced = make_fx(lambda x: sdpa_attention.repeat_kv(x, 2))(negative)
+    assert torch.equal(found, sdpa_attention.repeat_kv(negative, 2))
+    assert [str(n.target) for n in traced.graph.nodes] == [
+        str(n.target) for n in make_fx(lambda x: sdpa_attention.repeat_kv(x, 2))(negative).graph.nodes
+    ]

@@ -16,6 +16,7 @@ from fuzz import drawn, random_state, same, states
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import reference
+from nf4_patch.patching import option, placement
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.targets import TARGETS
@@ -39,6 +40,29 @@ def test_no_target_of_this_release_is_refused(patched):
     rows = {target.name: target for target in TARGETS}
     refused = [rows[target.name] for target in patched.status().targets if target.state == "refused"]
     assert [row.name for row in refused if holds(release_of(row.library), row.releases)] == []
+
+
+def test_targets_of_other_releases_are_left_alone(patched):
+    pytest.importorskip("transformers.generation.utils")
+    rows = {target.name: target for target in TARGETS}
+    placed = [rows[name] for name, entry in placement.installed.items() if entry.pairs]
+    assert placed and all(holds(release_of(row.library), row.releases) for row in placed)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_with_graphs(cache, device):
+    transformers = pytest.importorskip("transformers")
+    if option.OPTIONS["graphs"].lacks():
+        pytest.skip("graphs need a newer transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(device).eval()
+    ids = torch.arange(12, device=device).view(2, 6)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **options)
+    with nf4_patch.enabled(graphs="auto"):
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **options)
+    assert torch.equal(found, expected)
 
 
 def test_random_states(device, patched, every_launch_interpreted):

@@ -51,7 +51,6 @@ LIBRARY = Library(
                  "sample", "whether generate() may learn one token late that it has to stop"),
                 ("DeferredStopCheck.is_supported", ("device", "cache", "cache_is_returned", "is_assistant"), "is_supported",
                  "generate() does not wait for the GPU at each token"),
-                ("DeferredStopCheck.finish", ("self",), "finish", "the random numbers of the token that is dropped"),
             )
         ),
         Target(

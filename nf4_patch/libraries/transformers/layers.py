@@ -14,7 +14,6 @@ valid_auto_compile_criteria = around(steps.valid_auto_compile_criteria)
 compiled_call = around(steps.compiled_call)
 sample = around(stopping.sample)
 is_supported = around(stopping.is_supported)
-finish = around(stopping.finish)
 repeat_kv = around(heads.repeat_kv)
 
 
