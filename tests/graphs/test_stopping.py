@@ -95,6 +95,7 @@ def compared(model: Any, late: list[int], **options: Any) -> int:
 ENDS = {"at max_new_tokens": None, "at the second token": 1, "at the sixth token": 5}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": False}, {"temperature": 0.7, "top_k": 5, "min_new_tokens": 2}], ids=str
@@ -208,6 +209,7 @@ OWN = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", OWN)
 def test_the_users_code_sees_no_further_token(kind, late):
     model = model_of()
@@ -228,6 +230,7 @@ def test_the_users_code_sees_no_further_token(kind, late):
         assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.full
 def test_a_hook_sees_no_further_token(late):
     model = model_of()
     with nf4_patch.enabled():
@@ -283,6 +286,7 @@ class Seen:
         return lambda: setattr(self.model, "__class__", kind)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", ["hook_on_a_part", "hook_on_all_modules", "mode", "method_of_its_class"])
 def test_the_model_is_not_called_once_more(way, late):
     model = model_of()
@@ -330,6 +334,7 @@ def test_a_returned_cache_is_not_ahead(late):
     assert all(map(torch.equal, *compared_caches)) and not late
 
 
+@pytest.mark.full
 def test_after_an_error(late):
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
@@ -348,6 +353,7 @@ def test_after_an_error(late):
     assert late
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_nothing(late):
     """Ctrl-C at any line leaves no reference to the model, and later calls are as without it."""
     model = model_of()
@@ -370,6 +376,7 @@ def test_an_interrupt_leaves_nothing(late):
         assert reference() is None
 
 
+@pytest.mark.full
 def test_another_thread_that_may_draw_random_numbers(late):
     model, end = model_of(), threading.Event()
     with nf4_patch.enabled(graphs="auto"):
@@ -388,6 +395,7 @@ def test_another_thread_that_may_draw_random_numbers(late):
         assert late
 
 
+@pytest.mark.full
 def test_an_option_that_is_switched_off_meanwhile(late, monkeypatch):
     """Another thread may call disable() at any time."""
     model = model_of()
@@ -411,6 +419,7 @@ def test_an_option_that_is_switched_off_meanwhile(late, monkeypatch):
             assert len(calls) == expected[0].shape[1] - 6 + 1
 
 
+@pytest.mark.full
 def test_an_option_that_is_off(late):
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
