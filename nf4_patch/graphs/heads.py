@@ -35,7 +35,7 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_in_words(x: Tensor) -> bool:
-    """Return whether the rows of a plain tensor on a GPU consist of whole words of ``WORD``."""
+    """Return whether ``x`` is a plain tensor whose rows consist of whole words of ``WORD``."""
     if type(x) is not Tensor or x.dim() != 4 or x.stride(3) != 1 or x.dtype.is_complex or x.is_neg():
         return False
     sizes = (x.shape[3], x.storage_offset(), *x.stride()[:3])
