@@ -78,7 +78,7 @@ def test_a_cell_runs(tmp_path, monkeypatch):
     row = matrix.run("wrapt 1.16.0")
     if "pip" in row["result"]:
         pytest.skip("no package index")
-    assert row["result"].startswith("5 tests passed, 1 skipped") and "FAILED" not in row["result"]
+    assert re.match(r"[1-9]\d* tests passed, 1 skipped", row["result"]) and "FAILED" not in row["result"]
     assert row["releases"]["wrapt"] == "1.16.0" and row["place"] == matrix.CPU
     assert row["targets"]["bitsandbytes.functional.dequantize_4bit"] == "patched"
 
