@@ -7,7 +7,6 @@ without it.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
+from ..patching.dequantizer import is_called_by
 from ..patching.replacement import Function
 from ..patching.targets import MODULES
 from .calls import why_not_here
@@ -81,17 +81,13 @@ def is_of_the_library(each: Any) -> bool:
     return not isinstance(each, list) or all(map(is_of_the_library, each))
 
 
-def is_generate(caller: Any) -> bool:
-    """Return whether a frame is transformers' ``generate()``. Any other caller may keep the cache, which is a token ahead."""
-    return caller.f_globals.get("__name__") == GENERATION and caller.f_code.co_name == "generate"
-
-
 def sample(
     original: Function, model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
     synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """Replace ``GenerationMixin._sample``."""
-    is_plain = not synced_gpus and streamer is None and is_generate(sys._getframe(2))
+    # Any other caller than ``generate`` might keep the cache, which is a token ahead.
+    is_plain = not synced_gpus and streamer is None and is_called_by(GENERATION)
     is_plain = is_plain and is_of_the_library(logits_processor) and is_of_the_library(stopping_criteria)
     now, outer = Sample(is_plain), current.sample
     try:

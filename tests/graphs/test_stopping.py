@@ -24,8 +24,9 @@ from transformers.generation import logits_process, utils
 from transformers.integrations import sdpa_attention
 
 import nf4_patch
-from nf4_patch.graphs import heads, steps, stopping
+from nf4_patch.graphs import steps, stopping
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.libraries.transformers import attention
 
 clean = graphed.clean
 
@@ -452,7 +453,7 @@ def test_repeat_kv(n_rep, dtype):
         assert (
             found.shape == expected.shape
             and found.stride() == expected.stride()
-            and heads.is_in_words(view) is in_words
+            and attention.is_in_words(view) is in_words
         ), name
 
 

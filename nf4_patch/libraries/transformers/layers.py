@@ -1,20 +1,21 @@
-"""Replacements for transformers' decoder layers, for the decode steps of ``generate``, and for what both call."""
+"""Replacements for transformers' decoder layers, for the decode steps of ``generate``, and for a function that both call."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from ...activations.layers import kept
-from ...graphs import heads, steps, stopping
+from ...graphs import steps, stopping
 from ...graphs.layers import graphed
 from ...patching.replacement import Function, around
 from ...patching.target import Target
+from . import attention
 
 valid_auto_compile_criteria = around(steps.valid_auto_compile_criteria)
 compiled_call = around(steps.compiled_call)
 sample = around(stopping.sample)
 is_supported = around(stopping.is_supported)
-repeat_kv = around(heads.repeat_kv)
+repeat_kv = around(attention.repeat_kv)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:

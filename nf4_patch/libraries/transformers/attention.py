@@ -1,4 +1,4 @@
-"""Copy keys and values for the heads that share them, as attention with a mask needs it."""
+"""The copy of keys and values for all heads that share them, which transformers makes if attention has a mask."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..patching.context import watched
-from ..patching.replacement import Function
+from ...patching.context import watched
+from ...patching.replacement import Function
 
 WORD = torch.complex128  # a copy moves elements, and this is the largest of them
 
