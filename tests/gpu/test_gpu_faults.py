@@ -65,14 +65,19 @@ def test_the_original_runs_where(failure, fresh, monkeypatch):
 
 @contextlib.contextmanager
 def out_of_memory():
-    """8 MiB are left, and a call inside raises."""
+    """Less than 8 MiB are left, whatever earlier tests left in the allocator, and a call inside raises."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    taken = []
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(2 << 20, dtype=torch.uint8, device=CUDA))
     try:
         with pytest.raises(torch.cuda.OutOfMemoryError):
             yield
     finally:
+        taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
