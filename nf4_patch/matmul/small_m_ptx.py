@@ -140,6 +140,10 @@ class Cta:
         self.lane_step = "mov.u32 {}, 0;" if lanes == 4 else f"shr.u32 {{}}, t, {log2(lanes)};"
         self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
+        self.dependent = self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k
+        # The adapter's first launch starts this one when all launches before it have ended. So the weight can be read before
+        # the first launch ends, and its latency is hidden. X could be stale in a cache until then.
+        self.waits_late = self.dependent and self.adapter is not None
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         self.ranks, self.wide = (self.adapter.ranks, self.adapter.wide) if self.adapter else (0, False)
         self.sum_bytes = self.adapter.sum_bytes(self.n_tiles) if self.adapter else SUM_BYTES
@@ -153,8 +157,10 @@ class Cta:
         # Programmatic dependent launch is used only with one CTA per multiprocessor and without split_k, where it saves
         # 0.6 us at 1 to 8 rows (H200, triton 3.6.0). With two CTAs per multiprocessor, a call would take up to 14 us
         # longer. With split_k, it would take 0.2 us longer for three of four sizes.
-        if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
-            self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
+        if self.dependent:
+            self.emit("griddepcontrol.launch_dependents;")
+            if not self.waits_late:
+                self.emit("griddepcontrol.wait;")
         self.partition()
         self.start_fetching()
         self.fill_tables()
@@ -231,7 +237,7 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """Start to load the packed words and scales of the first chunks, and X if X stays in registers."""
+        """Start to load the packed words and scales of the first chunks, and X if it stays in registers and is ready."""
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
@@ -242,11 +248,16 @@ class Cta:
             for b in range(self.groups):
                 self.fetch_words(k, b)
         e("mov.u32 chunk, first;")
-        if self.x_in_registers:
-            e("setp.ge.u32 p, chunk, stop; @p bra TABLE;")
-            self.find_x()
-            for b in range(self.groups):
-                self.load_x(b)
+        if self.x_in_registers and not self.waits_late:
+            self.keep_x("TABLE")
+
+    def keep_x(self, end: str) -> None:
+        """Load this warp's part of X, which stays in registers, if the warp has a chunk of K."""
+        self.emit(f"setp.ge.u32 p, chunk, stop; @p bra {end};")
+        self.find_x()
+        for b in range(self.groups):
+            self.load_x(b)
+        self.emit(f"{end}:")
 
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
@@ -255,7 +266,7 @@ class Cta:
         of a half warp write the same entry into the 16 copies of the table.
         """
         e = self.emit
-        e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
+        e("and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
         if self.permutes:
             e("mov.u32 u, codes; mad.lo.u32 u, tid, 4, u; setp.lt.u32 p, tid, 16; @p st.shared.b32 [u], v;")
@@ -281,6 +292,10 @@ class Cta:
         this shape follows, which holds the rounding errors.
         """
         e, quads, count = self.emit, 4 * self.ranks, self.adapter.parts  # type: ignore[union-attr]
+        if self.waits_late:
+            e("griddepcontrol.wait;")
+            if self.x_in_registers:
+                self.keep_x("INNER")
         e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
         # In each iteration, a thread adds up four neighbouring columns of one row.
         for i in range(0, 8 * self.n_tiles * quads, 32 * self.warps):

@@ -346,7 +346,8 @@ def test_a_trained_down_proj_under_lora_and_a_users_parametrization(name, how, o
     nf4_patch.enable(**ON)
     named = [key for key in want if "down_proj" in key]
     assert found.keys() == want.keys() and len(named) >= LAYERS
-    assert max(error(found[key], want[key]) for key in want) < 1e-5
+    for key in want:  # the gradient of ``by`` is a sum over all weights, nearly zero, so that it amplifies rounding
+        assert error(found[key], want[key]) < (1e-4 if key.endswith(".by") else 1e-5), key
 
 
 def doubling(function, wrapped):

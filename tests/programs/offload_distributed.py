@@ -86,7 +86,7 @@ def steps(where):
     ids = (ids_of() + 5 * rank) % 96  # each has tokens of its own
     found = train(model, STEPS, {"use_reentrant": False}, ids=ids, parallel=parallel)
     if AUTO and where != "off":
-        assert counts().kept == (LAYERS if rank or gpu else 2), counts()
+        assert counts().kept == (LAYERS if rank or gpu else 2), repr(counts())
     return found
 
 
