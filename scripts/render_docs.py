@@ -257,7 +257,6 @@ LAYERS = "`lora`, `graphs`, `activations`, Liger"
 EXPERTS = f"`experts`, {LAYERS}"
 DECODE_GRAPHS = "Unsloth, `UNSLOTH_DECODE_CUDA_GRAPHS=1`"
 OFFLOADING = "unsloth, offloading, graphs", "unsloth, offloading"  # Unsloth's own checkpoint, its default
-BLOCK_GRAPHS = "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`"
 BEST = "Unsloth, its best"
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: what runs, what to type, compared with, records
     "mixture": ("mixture, 2 layers, LoRA on experts", EXPERTS, "peft, experts in 16 bits",
@@ -276,7 +275,7 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
     "unsloth": ("Unsloth, its defaults, dense, 4 layers", "`graphs`", "no patch", partial(speedups, "recipe", *OFFLOADING)),
     "dense-fast": ("dense, 4 layers, TRL with Liger, memory to spare", f"{LAYERS}, `cache`", "the same script, plain `enable()`",
                    partial(speedups, "recipe", "cache", "liger")),
-    "small": ("Llama-3.2-1B, TRL", LAYERS, BLOCK_GRAPHS, partial(speedups, "recipe-1b", "graphs", "unsloth, block graphs")),
+    "small": ("Llama-3.2-1B, TRL", LAYERS, BEST, partial(speedups, "recipe-1b", "activations", "unsloth, best")),
     "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
                         partial(speedups, "recipe-moe", *OFFLOADING)),
     "cache": ("dense, 4 layers, TRL, memory to spare", "`cache`", "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),

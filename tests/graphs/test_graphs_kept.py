@@ -228,7 +228,9 @@ def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
             recomputing.append(sum(map(len, graphs.recordings.values())))
     found = kept, recomputing, asked
     steps = [2] * 2 * LAYERS + [5] * LAYERS
-    assert found == ([0] * 5 + [LAYERS] * 2, [0] * 7 if both else [0] * 2 + [LAYERS] * 5, steps), dict(counters.fallbacks)
+    assert found == ([0] * 5 + [LAYERS] * 2, [0] * 7 if both else [0] * 2 + [LAYERS] * 5, steps), dict(
+        counters.fallbacks
+    )
 
 
 def test_whose_activations_may_be_written():
