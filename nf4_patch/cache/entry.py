@@ -69,8 +69,7 @@ class CacheEntry:
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy if it came from exactly these tensors, and if no tensor and no bit of the copy was
-        written to since.
+        """Return the dense copy if it came from exactly these tensors, and if neither the tensors nor the copy changed since.
 
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.

@@ -42,7 +42,7 @@ def is_due(calls: int) -> bool:
 
 
 class Stepping(threading.local):
-    """Whether this thread runs a whole-model decode step. ``by`` is a weak reference to the running step."""
+    """State of this thread: whether it runs a whole-model decode step. ``by`` is a weak reference to the running step."""
 
     by: Callable[[], Any] = staticmethod(
         lambda: None

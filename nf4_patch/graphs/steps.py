@@ -255,7 +255,10 @@ class Step:
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
-        """Find or record the graph for ``self.key``. Return None if there is one now, else what ``plan`` returns."""
+        """Find or record the graph for ``self.key``. If there is a graph now, return None.
+
+        Otherwise return the same as ``plan``.
+        """
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)
         fingerprint: Any = None

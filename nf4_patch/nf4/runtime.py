@@ -179,7 +179,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the driver's newest CUDA version as 1000 * major + 10 * minor, or 0 without a driver."""
+    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -197,7 +197,9 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, which ``build`` makes at the first use. Store an error too and raise it again, if it is permanent.
+    """Return ``built[key]``. ``build`` makes it at the first use.
+
+    Also store a permanent error, and raise it again at every later use.
 
     Raises:
         KernelUnavailable: ``build`` failed, which is stored, or a CUDA graph is being captured, which is not stored.
