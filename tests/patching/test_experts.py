@@ -262,7 +262,7 @@ def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fre
 
 
 def test_no_expert_is_no_decode(patched, monkeypatch):
-    """As for a batch in which no token goes to a process's experts."""
+    """There is such a batch if no token goes to a process's experts."""
     module = experts_of(model_of("qwen3"))[0]
     stack = stacks_of(module, Dequantizer("test"))["down_proj"]
     want = stack.dense()[:0]

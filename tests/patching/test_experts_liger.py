@@ -1,4 +1,4 @@
-"""Experts whose forward is Liger's: packed ones run transformers' grouped products, those in 16 bits Liger's own."""
+"""Experts with Liger's forward: packed experts run transformers' grouped products, and experts in 16 bits run Liger's own."""
 
 from __future__ import annotations
 
