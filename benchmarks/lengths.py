@@ -66,7 +66,7 @@ class Lengths(Running):
 
 @dataclass(frozen=True)
 class Epochs(Report):
-    """Results with one row per padding, side and epoch; METHOD explains the columns."""
+    """Results with one row per padding, side and epoch. METHOD explains the columns."""
 
     machine: Machine
     rows: list[dict[str, Any]]

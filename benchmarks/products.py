@@ -109,7 +109,8 @@ class Weights:
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
         """Return the relative L2 errors of the fused matmul and of dequantize + matmul, against the product in fp64.
 
-        ``ours`` is the fused matmul's product of x and the first weight. This method computes the other two products.
+        ``ours`` is the fused matmul's product of x and the first weight. This method computes the other two products of
+        the same operands.
         """
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

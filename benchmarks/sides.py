@@ -182,7 +182,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Steps(Report):
-    """Results with one row per side and length; METHOD explains the columns."""
+    """Results with one row per side and length. METHOD explains the columns."""
 
     machine: Machine | None
     rows: list[dict[str, Any]]

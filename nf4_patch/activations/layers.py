@@ -121,7 +121,8 @@ class Record:
     def estimate(self, size: InputSize) -> int | None:
         """Return the most bytes that the layer holds for an input of this size, or None if unknown.
 
-        If this size was not measured, scale the bytes of each larger size by the number of rows, and return the smallest.
+        If this size was not measured, scale the bytes of each larger size by the number of rows. Return the smallest
+        result.
         """
         exact = self.sizes.get(size)
         if exact is not None:
@@ -291,7 +292,7 @@ def keep(
 
 
 class Measured:
-    """Wraps the function of a checkpoint, and measures how much memory its recompute holds."""
+    """Wraps the function of a checkpoint, and measures how much memory the recompute holds."""
 
     def __init__(self, function: Function, layer: nn.Module, record: Record, size: InputSize, device: int):
         self.function, self.layer = function, weakref.ref(layer)

@@ -100,7 +100,7 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's key: the id of its parameter, its position and size there, and its dtype.
+    """Return the weight's key: the id of its parameter, the weight's position and size in the parameter, and its dtype.
 
     A transposed weight has the same key. Replacing the parameter's ``.data`` does not change the key.
     """

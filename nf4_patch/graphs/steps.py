@@ -205,7 +205,7 @@ class Step:
         return plan[0](*plan[1:])
 
     def refuse(self, refused: Refused) -> None:
-        """Run the rest of this ``generate()`` without graphs of whole steps. Count why."""
+        """Run the rest of this ``generate()`` without graphs of whole steps, and count the Reason."""
         self.refused, self.graph, self.observed = True, None, None
         self.fallbacks.details[refused.reason] = refused.detail
         counters.fall_back(self.fallbacks.target, refused.reason, False, refused.detail)
@@ -215,7 +215,10 @@ class Step:
     # --- what to do with a call ---
 
     def plan(self, inputs: dict[str, Any]) -> Any:
-        """Return (function, *arguments) that computes the step. None: the model computes it. A Reason: and all later steps."""
+        """Return (function, *arguments) that computes the step, or None if the model has to compute it.
+
+        Return a Reason if the model has to compute this and all later steps.
+        """
         x, static_cache = inputs.get("input_ids"), cache_in(inputs)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != 1:
             return None  # a part of the prompt

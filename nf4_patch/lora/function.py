@@ -109,7 +109,7 @@ class LoraProduct(PlainFunction):
 
         Args:
             x: [rows, in], in the dtype of the base product.
-            y: None, a bias [out], or a tensor [rows, out]. Such a tensor might be overwritten, so it is allowed only if
+            y: None, a bias [out], or a tensor [rows, out]. A tensor [rows, out] might be overwritten, so it is allowed only if
                 nothing requires a gradient.
             dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.

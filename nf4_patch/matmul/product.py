@@ -47,7 +47,7 @@ class FusedMatmul:
         """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
         Args:
-            weight: the weight [N, K]. Its dtype must be that of x.
+            weight: the weight [N, K], with x's dtype.
             out: the tensor for the result. If it is None, a new tensor is returned.
             adapter: the LoRA adapter whose product scale * (x @ A.T) @ B.T is added. It is not supported with ``out``.
         """

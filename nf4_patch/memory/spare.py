@@ -208,7 +208,10 @@ class Spare:
         runtime.empty_cache()
 
     def take(self) -> None:
-        """Share the memory that training leaves free, less the margin. PyTorch has reserved all that a training step needs."""
+        """Share the memory that training leaves free, less the margin.
+
+        By now, PyTorch has reserved all that a training step needs.
+        """
         found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)

@@ -252,13 +252,14 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return a kernel's KernelEntry, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
+    """Return a kernel's KernelEntry. Compile it at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
 
     Args:
         arguments: sample arguments, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
         kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of 16.
-        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before its predecessor ends, so it must wait for that one's results (Triton >= 3.6, sm_90).
+        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends. It
+            must then wait for that kernel's results (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
@@ -274,7 +275,7 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream, compiling it at its first use; see ``compiled``.
+    """Launch a kernel on the current stream. Compile it at its first use (see ``compiled``).
 
     Args:
         grid: the grid, or None to compile without launching.

@@ -116,7 +116,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return the slice of ``host`` with this tensor's bytes, or None if the tensor is not in the block as a whole."""
+        """Return the slice of ``host`` with this tensor's bytes, or None unless the whole tensor is in the block."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()

@@ -143,6 +143,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast is on with another dtype than that of ``A``, so that the original matmul casts ``A``."""
+    """Return whether autocast is on with a dtype other than A's, so that the original matmul casts ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

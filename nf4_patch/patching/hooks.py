@@ -74,7 +74,7 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
-    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped ours."""
+    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped the replacement."""
     put_in_force(None)
 
 

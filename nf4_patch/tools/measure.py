@@ -1,7 +1,7 @@
 """``nf4-patch doctor --measure``: time training steps on this machine's GPU, with and without the patch.
 
-One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so that layers are
-captured and caches are filled anew.
+One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so layers are
+captured and caches are filled in each turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``cache="auto"``: when it waits, takes memory and gives it back. The GPU's free memory is simulated; see gpu/test_cache_gpu.py."""
+"""``cache="auto"``: when it waits, takes memory and gives it back.
+
+The GPU's free memory is simulated (gpu/test_cache_gpu.py uses a real GPU).
+"""
 
 from __future__ import annotations
 

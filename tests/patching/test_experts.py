@@ -1,4 +1,6 @@
-"""Training and generation of transformers' mixtures with packed experts: bit-identical results, and what is saved and decoded."""
+"""Training and generation of transformers' mixtures with packed experts: bit-identical results, and the stacks that are
+saved and decoded.
+"""
 
 from __future__ import annotations
 

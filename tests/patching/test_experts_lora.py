@@ -814,7 +814,7 @@ def test_a_copy_is_taken_out_as_it_was_merged(way, option):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_a_hash_sees_every_byte(dtype):
-    """The hash depends on every byte and its position, also over several parts, the last of which is shorter than a word."""
+    """The hash depends on every byte and its position. Also try several parts with a last part that is shorter than a word."""
     tensor = torch.arange(20).repeat(5).to(torch.uint8).view(dtype)
     found = set()
     with pytest.MonkeyPatch.context() as patch:

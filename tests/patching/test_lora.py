@@ -686,7 +686,7 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
 
 @pytest.mark.full
 def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
-    """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of our functions."""
+    """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of nf4_patch's functions."""
     model, x = adapted(device, layers=2), inputs(device)
     traces = []
 

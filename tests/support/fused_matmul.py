@@ -32,7 +32,7 @@ def unfused_error(
 
     In a matmul of few numbers, each of the two may be accurate by chance. They round the same weights as the fused
     matmul, multiply exactly and add in fp32. Only the order of the additions differs, and so the last bit of a sum. So
-    tests allow 1 % more than this error, nearly all of which comes from rounding the weight and the result.
+    tests allow 1 % more than this error. Nearly all of the error comes from rounding the weight and the result.
     """
     linear = torch.nn.functional.linear(x, reference.dequantize(layout), bias)
     return max(error(linear, truth), error(matmul_reference.matmul(x, layout, bias), truth))
@@ -90,9 +90,9 @@ def hits_by_shape() -> dict:
 
 
 def stock_and_fused(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer's results without the patch and with "auto".
+    """Return the layer's result without the patch, and with "auto", whose hits are counted from zero.
 
-    Check that matmul="off" gives the former, and count hits from zero.
+    Check that matmul="off" gives the same bits as no patch.
     """
     with torch.no_grad():
         nf4_patch.disable()

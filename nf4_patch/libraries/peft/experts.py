@@ -148,8 +148,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. The former swapped A and B of square
-            experts, which the shapes do not show. The latter wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. That peft swapped A and B of square
+            experts, which the shapes do not show. That Unsloth wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse
