@@ -71,8 +71,8 @@ def enable(
     """Patch bitsandbytes, Unsloth and the other supported libraries, now or when they are imported.
 
     If the patch is already on, an option that is None keeps its current value. Otherwise the option takes the value of
-    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". ``True`` means the
-    other value, if an option has only one value besides "off".
+    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". If an option has only
+    one value besides "off", ``True`` means this value.
 
     Args:
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,

@@ -1,9 +1,9 @@
 """Run each decode step of transformers' ``generate()`` as one CUDA graph: embedding, layers, norm and head.
 
-``generate()`` asks a model whether it may compile the function that computes every token after the prefill, and then for that
-function. A model that transformers does not compile, such as a quantized one, gets a ``Step`` here. A Step runs the first token
-eagerly and observes it, records the second one, and replays the others. What cannot be recorded runs as without a Step: each
-decoder layer as a graph of its own, or eagerly.
+``generate()`` asks a model whether the function that computes every token after the prefill may be compiled, and then
+asks for this function. A model that transformers does not compile, such as a quantized one, gets a ``Step`` here. A
+Step runs the first token eagerly and observes it, records the second token, and replays all others. If a step cannot be
+recorded, each decoder layer runs as a separate graph or eagerly, as without a Step.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Running:
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
-    """Let decoder layers run as part of the model inside the ``with`` block, rather than as graphs of their own."""
+    """Let decoder layers run as part of the model inside the ``with`` block, not as separate graphs."""
     running = Running()
     try:
         graphs.stepping.by = weakref.ref(running)

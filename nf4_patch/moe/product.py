@@ -98,7 +98,7 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    """Return y + addend in the dtype of y, without writing into y, which selective checkpointing might have saved."""
+    """Return y + addend in the dtype of y. Do not write into y, because selective checkpointing might have saved it."""
     return y if addend is None else (y + addend).to(y.dtype)
 
 

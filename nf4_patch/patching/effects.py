@@ -63,7 +63,7 @@ def effects() -> dict[str, Effect]:
 
 
 def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
-    """Return how many calls an option handled, and how many it refused by the Reason's name."""
+    """Return how many calls an option handled, and how many it refused for each Reason, by name."""
     targets = {target.name for target in TARGETS if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):

@@ -306,7 +306,7 @@ def test_a_function_that_holds_itself():
 
 
 def test_a_wrapper_that_sets_use_reentrant():
-    """ms-swift has such a wrapper."""
+    """ms-swift wraps the checkpoint function like this."""
     checkpoint = torch.utils.checkpoint.checkpoint
     assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
     assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True

@@ -264,7 +264,7 @@ def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fre
 
 
 def test_no_expert_is_no_decode(patched, monkeypatch):
-    """There is such a batch if no token goes to a process's experts."""
+    """A batch needs no expert if none of its tokens goes to a process's experts."""
     module = experts_of(model_of("qwen3"))[0]
     stack = stacks_of(module, Dequantizer("test"))["down_proj"]
     want = stack.dense()[:0]

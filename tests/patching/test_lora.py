@@ -182,7 +182,7 @@ def test_as_accurate_as_peft(device, precision, size):
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32 adapters", marks=pytest.mark.full)])
 def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
-    """The same with the Triton kernels, which a GPU of compute capability 8.0 or higher uses."""
+    """Compare with peft while the Triton kernels run, which a GPU of compute capability 8.0 or higher uses."""
     monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     test_as_accurate_as_peft(device, precision, 1)
 

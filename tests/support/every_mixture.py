@@ -59,8 +59,9 @@ SMALL: dict[str, Any] = {
 
 
 def kind_of(name: str) -> Any:
-    """Return the class of a model with experts in this folder of transformers, if possible with a head, or None if
-    there is no such class.
+    """Return the class of a model with experts in this folder of transformers, or None if there is none.
+
+    Prefer a class with a head.
     """
     spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
     if spec is None or "Expert" not in Path(spec.origin).read_text():
