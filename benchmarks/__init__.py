@@ -17,7 +17,7 @@ from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch
 
 @dataclass(frozen=True)
 class Bench(Report):
-    """Results of a benchmark, by section."""
+    """Results of a benchmark, by section of the report."""
 
     machine: Machine
     sections: dict[str, list[Row]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Bench(Report):
 
 
 def run_alone(command: click.Command, invocation: str) -> None:
-    """Run a benchmark or a script like a command of ``nf4-patch``: with --json, progress, and errors in one line.
+    """Run a benchmark or a script like a command of ``nf4-patch``: with --json, with progress, and with errors in one line.
 
     Args:
         invocation: the command line, for example "python -m benchmarks.challenge".
@@ -60,7 +60,7 @@ def run_alone(command: click.Command, invocation: str) -> None:
 
 
 def bits(same: Mapping[str, bool]) -> dict[str, Check]:
-    """Return a check per baseline: whether our result was bit-identical before anything was timed."""
+    """Return a check for each baseline: whether nf4_patch's result was bit-identical before anything was timed."""
     says = {True: "bit-identical to", False: "the bits differ from"}
     return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
 

@@ -1,4 +1,4 @@
-"""Baselines: the original functions of the installed libraries, whether the patch is on or off."""
+"""The baselines: original functions of the installed libraries, whether the patch is on or off."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ UNSLOTH_TRITON = "Unsloth Triton"
 
 
 def baselines(in_graph: bool = False) -> Functions:
-    """Return dequantizations by name, bitsandbytes' first. If Unsloth is installed, import it and include its functions.
+    """Return dequantizations by name, with bitsandbytes' first. If Unsloth is installed, import Unsloth and include its functions.
 
     Args:
-        in_graph: only functions that a CUDA graph can capture.
+        in_graph: whether to return only functions that a CUDA graph can capture.
     """
     return {BITSANDBYTES: dequantize_4bit(), **(from_unsloth(lambda: unsloths(in_graph)) or {})}
 

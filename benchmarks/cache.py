@@ -54,7 +54,7 @@ class DenseStep(Step):
 
 
 def compared(subject: str, model: torch.nn.Module, size: Size, settings: dict[str, str | int]) -> Iterator[Row]:
-    """Yield a row per cache setting ("" is off), each compared with the unpatched step and the dense step."""
+    """Yield a row for each cache setting ("" is off). Each is compared with the step without the patch and with the dense step."""
     optimizer = optimizer_of(model)
     steps = {name: Step(model, optimizer, size, True, cache) for name, cache in settings.items()}
     steps[UNPATCHED] = Step(model, optimizer, size, False)

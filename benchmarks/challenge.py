@@ -1,7 +1,8 @@
 """python -m benchmarks.challenge: the public Unsloth NF4 challenge, 3000 synchronized dequantizations per configuration.
 
-The MLP has three ``Linear4bit`` layers with double quantization. Two warm-ups run the checks, at the default tolerances of
-torch.testing. Then all three weights are dequantized 1000 times. This is written from the description of the challenge.
+The MLP has three ``Linear4bit`` layers with double quantization. Two warm-ups run the checks, at the default tolerances
+of torch.testing. Then all three weights are dequantized 1000 times. This code follows the published description of the
+challenge.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    """Yield a row per configuration, with the functions timed in both orders, then the total."""
+    """Yield a row per configuration, with the functions timed in both orders, and then the total."""
     functions: dict[str, Dequantize] = {name: of_layer(other) for name, other in baselines().items()}
     functions[OURS] = nf4_patch.triton_dequantize_nf4
     reference = functions[BITSANDBYTES]
@@ -134,7 +135,7 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 def total(rows: Sequence[Row]) -> Row:
-    """Sum the rows order by order. The total's bits agree if the bits of every row agreed."""
+    """Sum the rows of each order. The total passes its check of bits if every row passed."""
     first = rows[0]
     times = {
         name: Times(tuple(sum(parts) for parts in zip(*(row.times[name].values for row in rows), strict=True)))

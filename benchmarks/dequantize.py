@@ -1,8 +1,9 @@
 """python -m benchmarks.dequantize: dequantization compared with baselines and the traffic ceiling, on the GPU and on the host.
 
-The ceiling moves the bytes of a 4-bit dequantization without decoding, as fast as Triton can. It reads 32-bit words and writes
-four words for each, because a packed word of 8 nibbles becomes 8 elements of 16 bits. A dequantization cannot be expected to be
-faster; the difference is the cost of its decode. Another section times a dequantization with the matmul that follows.
+The ceiling moves the bytes of a 4-bit dequantization without decoding, as fast as Triton can. It reads 32-bit words and
+writes four words for each, because a packed word of 8 nibbles becomes 8 elements of 16 bits. A dequantization that is
+slower than the ceiling spends the difference on decoding. Another section times a dequantization with the matmul that
+follows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
 
 @triton.jit
 def move(words, out, THREADS: tl.constexpr, UNROLL: tl.constexpr):
-    """Read ``words``, int32 [n], and write ``out``, int32 [4 n]. A CTA moves UNROLL * THREADS words, loads before stores."""
+    """Read ``words``, int32 [n], and write ``out``, int32 [4 n].
+
+    A CTA moves UNROLL * THREADS words, and loads all before it stores.
+    """
     tl.static_assert(UNROLL == 1 or UNROLL == 2)
     first = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
     thread = tl.arange(0, THREADS)
@@ -99,7 +103,10 @@ def traffic(shape: Sequence[int], itemsize: int) -> int:
 
 
 def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """Return, for each of the others, whether our result is bit-identical for every weight, in memory that held NaN."""
+    """Return for each of the others whether nf4_patch's result is bit-identical for every weight.
+
+    The result's memory held NaN before.
+    """
     same = dict.fromkeys(others, True)
     for (packed, state), out in zip(weights, outs, strict=True):
         out.fill_(float("nan"))
@@ -110,7 +117,7 @@ def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Ten
 
 
 def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Functions) -> Row:
-    """Compare our dequantization with the others, then time them all, and ``limits``, whose results are not compared."""
+    """Compare nf4_patch's dequantization with the others. Then time all of them, and ``limits``, whose results are not compared."""
     nbytes = traffic(shape, dtype.itemsize)
     weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
@@ -124,7 +131,7 @@ def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, lim
 
 
 def small_weight() -> tuple[torch.Tensor, Any, Any]:
-    """Return a packed weight, its quant_state, and both as a Params4bit, the parameter of a Linear4bit."""
+    """Return a packed weight, its quant_state, and a Params4bit of both, as in a Linear4bit."""
     packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
     return packed, state, bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
@@ -156,7 +163,10 @@ def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) 
 
 
 def with_matmul(tell: Progress) -> Iterator[Row]:
-    """Time dequantize and F.linear with 512 and 2,048 rows of a Llama 8B: a faster store must not slow down the matmul."""
+    """Time dequantize and F.linear with 512 and 2,048 rows, for weights of a Llama 8B.
+
+    A faster store must not slow down the matmul.
+    """
     dequantizers = {OURS: nf4_patch.dequantize_nf4, **baselines(in_graph=True)}
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in (512, 2048)]
     dtype = training_dtype()

@@ -1,7 +1,8 @@
 """python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), with random weights in the shapes of real models.
 
-It measures the GPU time of a step with checkpointing and LoRA on the attention. One side uses this package's kernels around the
-products, another uses PyTorch instead. ``python -m benchmarks.recipe --mixture`` measures LoRA on the experts.
+It measures the GPU time of a step with checkpointing and LoRA on the attention. One side uses nf4_patch's kernels
+around the products, and another side uses PyTorch. ``python -m benchmarks.recipe --mixture`` measures LoRA on the
+experts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def qwen3(layers: int = LAYERS) -> Any:
 
 
 def gpt_oss() -> Any:
-    """Return the config of gpt-oss-20b: stacks are [experts, in, out], with biases, and gate and up are interleaved."""
+    """Return the config of gpt-oss-20b. Its stacks are [experts, in, out] and have biases, and gate and up are interleaved."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
@@ -55,7 +56,7 @@ CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air":
 
 
 class ExpertsStep(Step):
-    """A step whose experts run with this package's kernels, or in PyTorch like transformers' forward."""
+    """A step whose experts run with nf4_patch's kernels, or in PyTorch like transformers' forward."""
 
     by_kernels = True
 

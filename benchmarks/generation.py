@@ -92,7 +92,9 @@ class Generation:
 
 
 def accuracies(model: Any, batch: int) -> dict[str, Check]:
-    """Check each weight shape of a layer at this batch: our error against fp64, limited by dequantize + linear's error."""
+    """Check each weight shape of a layer at this batch: nf4_patch's error against fp64 must not exceed that of
+    dequantize + linear.
+    """
     from bitsandbytes.nn import Linear4bit
 
     dequantize = dequantize_4bit()
@@ -131,8 +133,8 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
     """Return the row of one batch, eager or compiled, with the tokens per second of both sides.
 
     Args:
-        hits: fused matmuls per token. The row has no ratio if there are none.
-        distance: relative distance between the first logits of both sides.
+        hits: fused matmuls per token. If there are none, the row has no ratio.
+        distance: the relative distance between the first logits of both sides.
     """
     ran = Check(hits > 0, f"{hits} fused matmuls ran" if hits else "no fused matmul ran")
     finite = Check(math.isfinite(distance), f"the first logits differ by {distance:.1e}")
@@ -149,7 +151,7 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
 
 @torch.no_grad()
 def rows(tell: Progress) -> Iterator[Row]:
-    """Yield a row per batch and mode, alternating between stock and nf4_patch."""
+    """Yield a row for each batch and mode, with the two sides alternating."""
     tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
     model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS))).eval()
     for i, batch in enumerate(BATCHES):

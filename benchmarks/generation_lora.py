@@ -1,8 +1,9 @@
 """python -m benchmarks.generation_lora: a decode step of Llama 3.1 8B layers in 4 bits with an unmerged LoRA adapter.
 
-A step computes one token per sequence at position 256 of a static cache of 512 positions. Weights and adapters are random. Every
-side is first compared with the same layers in fp32. Then transformers' ``generate`` compiles the step itself, and the row says how
-often it compiled and how often a graph broke. The JSON file is written again after each row, so an interrupted run loses nothing.
+A step computes one token per sequence at position 256 of a static cache of 512 positions. Weights and adapters are
+random. Every side is first compared with the same layers in fp32. Then transformers' ``generate`` compiles the step
+itself. The row says how often the step compiled and how often a graph broke. The JSON file is written again after each
+row, so an interrupted run loses no row.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Step:
 
 
 def median_ms(call: Call, count: int, rounds: int = 5) -> float:
-    """Return the median milliseconds of a call on the GPU's clock, over rounds of ``count`` calls in a row."""
+    """Return the median milliseconds of a call on the GPU, over rounds of ``count`` consecutive calls."""
     found = []
     call()
     for _ in range(rounds):
@@ -94,7 +95,7 @@ def by_kernel(call: Call) -> dict[str, Any]:
 
 
 class Bench:
-    """All sides, built one after the other, and the file of results."""
+    """All sides, built one after another, and the file of results."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.begin = options, time.monotonic()
@@ -109,7 +110,7 @@ class Bench:
         self.tokens: dict[tuple[str, int], Any] = {}
 
     def run(self) -> int:
-        """Measure all that the options name. Return the exit code."""
+        """Measure what the options name. Return the exit code."""
         options = self.options
         batches = sorted(options.batches, key=lambda batch: batch not in PROFILED)
         self.add({"row": "build"}, self.build)
@@ -136,11 +137,13 @@ class Bench:
 
     @torch.no_grad()
     def add(self, row: dict[str, Any], measure: Callable[..., dict[str, Any]], least: float = 0) -> None:
-        """Add what ``measure`` finds to a row, and write the row. An error is a row, too, so that the other rows are measured.
+        """Add the results of ``measure`` to a row, and write the row.
+
+        An error becomes the row's result, so that the other rows are measured.
 
         Args:
-            row: what is measured. All fields but "row" are the arguments of ``measure``.
-            least: seconds that have to be left. With fewer, nothing is measured.
+            row: the fields that describe the row. All of them but "row" are the arguments of ``measure``.
+            least: the least seconds that have to be left. With fewer, nothing is measured.
         """
         if self.begin + self.options.seconds - time.monotonic() < least:
             return
@@ -172,7 +175,9 @@ class Bench:
         return {"layers": self.options.layers, "torch": torch.__version__}
 
     def dense(self, dtype: torch.dtype, adapter: bool) -> Any:
-        """Return the layers with dense weights; those of the adapter are merged. fp32 weights are code * scale unrounded."""
+        """Return the layers with dense weights, into which the adapter is merged. fp32 weights are code * scale,
+        without rounding.
+        """
         from transformers import LlamaForCausalLM
 
         def weight(name: str) -> Tensor:
@@ -211,7 +216,7 @@ class Bench:
 
     @contextlib.contextmanager
     def active(self, side: str) -> Iterator[Any]:
-        """Yield the model of a side, with the side's patch, and with or without the adapter."""
+        """Yield the model of a side while the side's patch is on, with or without the adapter."""
         if side == "dense":
             yield self.merged
             return
@@ -223,7 +228,7 @@ class Bench:
     # --- what is measured ---
 
     def step(self, side: str, batch: int, compiled: bool = False) -> dict[str, Any]:
-        """Compare a step with fp32 and time it, in a CUDA graph and without."""
+        """Compare a step with fp32, and time it with a CUDA graph and without."""
         code = "compiled" if compiled else "eager"
         result: dict[str, Any] = {"layers": self.options.layers, "code": code}
         with self.active(side) as model:
@@ -257,7 +262,7 @@ class Bench:
     def generate(self, side: str, batch: int) -> dict[str, Any]:
         """Call greedy ``generate`` twice with a static cache, for which transformers compiles the step.
 
-        ``tokens_like_bnb`` is the number of first tokens of each sequence that are those of the side "bnb".
+        ``tokens_like_bnb`` is how many tokens at the beginning of each sequence equal those of the side "bnb".
         """
         torch._dynamo.reset()
         counts = torch._dynamo.utils.counters
@@ -283,7 +288,7 @@ class Bench:
         return result | {"tokens_like_bnb": alike}
 
     def kernels(self, layer: str, batch: int) -> dict[str, Any]:
-        """Time the fused matmul with the adapter beside the one without, in microseconds."""
+        """Time the fused matmul with the adapter and without, in microseconds."""
         part = "self_attn" if layer[0] in "qk" else "mlp"
         layers = [self.model.get_submodule(f"layers.{i}.{part}.{layer}") for i in range(self.options.layers)]
         k, n = layers[0].in_features, layers[0].out_features
@@ -304,7 +309,7 @@ class Bench:
         return {"shape": f"{n}x{k}", "error": worst, "us": us}
 
     def summary(self) -> None:
-        """Print how many times as fast each side's step is as that of other sides."""
+        """Print each side's speed-up over the other sides."""
         found = {(row["side"], row["batch"]): row for row in self.rows if row["row"] == "step" and "graph_ms" in row}
         for (side, batch), row in found.items():
             bases = {other: found[other, batch] for other in ("bnb", "auto plain", "dense") if (other, batch) in found}

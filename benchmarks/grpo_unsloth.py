@@ -1,4 +1,7 @@
-"""examples/grpo_trl.py with Unsloth's loader, adapters and trainer, for benchmarks.rollouts. It takes the example's arguments."""
+"""Run examples/grpo_trl.py with Unsloth's loader, adapters and trainer, for benchmarks.rollouts.
+
+The arguments are the example's.
+"""
 
 import unsloth  # isort: skip (before transformers, peft and trl)
 

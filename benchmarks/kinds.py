@@ -40,7 +40,7 @@ def unsloth_model(config: Any, checkpointing: Any = True, skips: Any = 0) -> Any
 
 
 def model_of(kind: str, config: Any) -> Any:
-    """Build a model with LoRA on all linear layers, or for a mixture, on the attention and the experts."""
+    """Build a model with LoRA on all linear layers or, for a mixture, on the attention and the experts."""
     if kind == UNSLOTH:
         return unsloth_model(config)
     mixture = hasattr(config, "num_experts")

@@ -1,4 +1,4 @@
-"""python -m benchmarks.lengths: epochs of batches whose lengths vary, with graphs and without, for several paddings."""
+"""python -m benchmarks.lengths: epochs of batches of varying lengths, with graphs and without, for several paddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ SIDES = {"fused": Side(LIGER, FUSED), "graphs": Side(LIGER, FUSED | GRAPHS)}
 
 
 def lengths_of(padding: int) -> list[int]:
-    """Return the number of tokens per sequence of each batch: log-normal, 400 at the median, from 16 to 2,000."""
+    """Return the number of tokens per sequence of each batch.
+
+    It has a log-normal distribution with median 400, from 16 to 2,000.
+    """
     chance = random.Random(0)
     lengths = [min(2000, max(16, round(chance.lognormvariate(6.0, 0.6)))) for _ in range(BATCHES)]
     return [-(-length // padding) * padding for length in lengths]
@@ -51,7 +54,7 @@ class Lengths(Running):
             self.step_of(FIRST, self.optimizer)()
 
     def turn(self, lengths: list[int]) -> dict[str, Any]:
-        """Run a step for each length. Return their time in ms, their losses, and how many shapes have graphs."""
+        """Run a step for each length. Return the time of the steps in ms, their losses, and how many shapes have graphs."""
         steps = [self.step_of((2, length), self.optimizer) for length in lengths]
         synchronize()
         begin = time.perf_counter()
@@ -63,7 +66,7 @@ class Lengths(Running):
 
 @dataclass(frozen=True)
 class Epochs(Report):
-    """Results with one row per padding, side and epoch; METHOD explains the columns."""
+    """Results with one row per padding, side and epoch. METHOD explains the columns."""
 
     machine: Machine
     rows: list[dict[str, Any]]
@@ -81,7 +84,7 @@ def measure(seconds: float = math.inf, tell: Progress = silent) -> Epochs:
     """Measure both sides with each padding.
 
     Args:
-        seconds: no padding begins later than this after the call.
+        seconds: after this time, no further padding begins.
     """
     started, rows, failures = time.monotonic(), list[dict[str, Any]](), list[str]()
     processes = {name: Process(partial(Lengths, side, partial(config_of, LLAMA))) for name, side in SIDES.items()}
@@ -132,7 +135,7 @@ def measure(seconds: float = math.inf, tell: Progress = silent) -> Epochs:
 @click.option("--seconds", type=float, default=math.inf, help="Begin no further padding later than this.")
 @click.pass_obj
 def command(tell: Progress, seconds: float) -> Epochs:
-    """Measure epochs of batches whose lengths vary, with graphs and without, for several paddings."""
+    """Measure epochs of batches of varying lengths, with graphs and without, for several paddings."""
     require_gpu()
     require_patch()
     return measure(seconds, tell)

@@ -1,4 +1,6 @@
-"""python -m benchmarks.matmul: X @ W.T with the 4-bit weights of a Llama 8B, by rows of X, compared with others and 16 bits."""
+"""python -m benchmarks.matmul: X @ W.T for the 4-bit weights of a Llama 8B, by rows of X, compared with other functions
+and 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def fused_matmul_hits() -> int:
 
 
 def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth: Callable[..., Any] | None) -> Row:
-    """Check our result against fp64, then time every variant. ``dense`` has 16-bit weights of the same shape."""
+    """Check nf4_patch's result against fp64, then time every variant. ``dense`` has 16-bit weights of the same shape."""
     x = weights.rows_of_x(m)
     before = fused_matmul_hits()
     with patch(True, matmul="auto"):
@@ -53,7 +55,7 @@ def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth:
 
 @patch(False)
 def of_shape(shape: tuple[int, int], unsloth: Callable[..., Any] | None, tell: Progress) -> tuple[str, list[Row]]:
-    """Return the subject of a weight shape and its rows."""
+    """Return the name of a weight shape and its rows."""
     weights = Weights.random(shape, training_dtype())
     dense = [torch.randn(shape, dtype=training_dtype(), device="cuda") for _ in range(4)]
     rows = []

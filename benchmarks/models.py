@@ -37,7 +37,7 @@ LLAMA_8B = MODELS["llama-8b"]
 
 
 def projections(model: Shape) -> list[tuple[int, int]]:
-    """Return the shapes [out, in] of the projections in a decoder layer: of k and v, q and o, gate and up, and down."""
+    """Return the shapes [out, in] of a decoder layer's projections: k and v, q and o, gate and up, and down."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
     heads = hidden // model.num_attention_heads * model.num_key_value_heads
     return [(heads, hidden), (hidden, hidden), (intermediate, hidden), (hidden, intermediate)]
@@ -77,7 +77,10 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name of a config's cla
 
 
 def other(name: str, layers: int) -> Any:
-    """Return the config of a model of OTHERS with fewer layers, the last with full attention, and a vocabulary in proportion."""
+    """Return the config of a model of OTHERS with fewer layers and a proportionally smaller vocabulary.
+
+    The last layer has full attention.
+    """
     import transformers
 
     kind, whole, sizes = OTHERS[name]

@@ -1,11 +1,12 @@
-"""python -m benchmarks.offload [NAME ...] [--json FILE]: train a model on a GPU that is too small for it, enable(offload=...).
+"""python -m benchmarks.offload [NAME ...] [--json FILE]: train a model on a GPU that is too small for it, with enable(offload=...).
 
-Models have real shapes, all layers and random weights. The values of a 4-bit checkpoint are generated when transformers reads
-them. LoRA is on the attention and the experts, or on all linear layers of a dense model with lora="fused". Adapters are in bf16 as
-in TRL, with autocast and gradient checkpointing. Each side runs in a
-separate process with a cap on PyTorch's allocator. Its result is added to FILE as soon as it is done. Without NAME and --model,
-all of RUNS are run. With --turns, all sides run in one process and alternate step by step, so that other load on the machine
-affects all sides alike. Peak memory is measured without --turns.
+Models have real shapes, all layers and random weights. The values of a 4-bit checkpoint are generated when transformers
+reads them. LoRA is on the attention and the experts or, for a dense model with lora="fused", on all linear layers.
+Adapters are in bf16 as in TRL, with autocast and gradient checkpointing.
+
+Each side runs in a separate process with a cap on PyTorch's allocator. Its result is added to FILE as soon as it is
+done. Without NAME and --model, all of RUNS are run. With --turns, all sides run in one process and alternate step by
+step, so that other load on the machine affects all sides alike. Peak memory is measured without --turns.
 """
 
 from __future__ import annotations
@@ -335,9 +336,10 @@ class Training:
         return loss.detach()
 
     def compared(self, steps: int) -> dict[str, Any]:
-        """Run steps with PyTorch's deterministic algorithms, without which attention's backward adds in any order.
+        """Run steps with PyTorch's deterministic algorithms. Otherwise, attention's backward would add in any order.
 
-        Return losses, the sum of the bits of every gradient per step, and digests of the last gradients and adapters.
+        Return the losses, the sum of the bits of every gradient per step, and digests of the last gradients and
+        adapters.
         """
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
@@ -431,7 +433,7 @@ def largest_block() -> int:
 
 
 def hardware() -> dict[str, float]:
-    """Return the speed of a copy from pinned host memory, in bytes per second, and the size of the GPU's memory in bytes."""
+    """Return the speed of a copy from pinned host memory, in bytes per second, and the size of GPU memory in bytes."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     place = torch.empty_like(host, device="cuda")
     times = []
@@ -474,7 +476,7 @@ def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[d
 
 
 def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
-    """Run one side. Return its results up to the point where it ran out of memory, if it did."""
+    """Run one side. If it runs out of memory, return its results up to then."""
     offload = offload_of(setting, side)
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
@@ -530,7 +532,7 @@ def key(run: dict[str, Any], *without: str) -> tuple[Any, ...]:
 
 
 def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return a line about a run. Runs of the same training have to be bit-identical, whatever their cap and budget."""
+    """Return a line about a run. Runs of the same training have to be bit-identical, whatever their cap and budget are."""
     where = f"{run['model']}, {run['tokens']} tokens, r = {run['rank']}, cap {run['cap']:g} GiB, {run['side']}"
     if run["failed"]:
         return f"{where}: failed ({run['failed']}) {run.get('error', '')}"
@@ -556,7 +558,7 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 
 def first_difference(run: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return where two traces first differ. The list shows the last layers, because backward runs them first."""
+    """Return where two traces first differ. The list shows the last layers, because the backward runs these first."""
     for step, sums in enumerate(zip(run["sums"], other["sums"], strict=True), 1):
         found = [name for name, ours, theirs in zip(run["names"], *sums, strict=True) if ours != theirs]
         if found:
@@ -565,7 +567,10 @@ def first_difference(run: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add a run to the file and return the other runs in it. Times with --turns are merged with the peaks of a run without."""
+    """Add a run to the file, and return the other runs in it.
+
+    Times with --turns are merged with the peaks of a run without --turns.
+    """
     before = json.loads(file.read_text()) if file and file.exists() else {"rows": []}
     others = [each for each in before["rows"] if (key(each), each["side"]) != (key(run), run["side"])]
     for same in (each for each in before["rows"] if run.get("in_turns") and each not in others):

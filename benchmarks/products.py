@@ -1,4 +1,4 @@
-"""What the fused matmul is compared with: other functions for X @ W.T with a 4-bit W, and the product in fp64."""
+"""The functions that the fused matmul is compared with: X @ W.T with a 4-bit W, and the product in fp64."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def gemv() -> Callable[..., Any] | None:
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
     """Return the functions that the fused matmul is compared with, by name. Each multiplies x by a packed weight.
 
-    The patch must be off when they are called. ``unsloth`` is included only if x has one row.
+    The patch must be off when these functions are called. ``unsloth`` is included only if x has one row.
     """
     found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
@@ -109,7 +109,8 @@ class Weights:
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
         """Return the relative L2 errors of the fused matmul and of dequantize + matmul, against the product in fp64.
 
-        ``ours`` is the fused matmul's product of x and the first weight. This method computes the other two products.
+        ``ours`` is the fused matmul's product of x and the first weight. This method computes the other two products of
+        the same operands.
         """
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

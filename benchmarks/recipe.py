@@ -1,4 +1,6 @@
-"""python -m benchmarks.recipe [--layers 16 | --small | --mixture]: a QLoRA step of a TRL script after each further switch, and of Unsloth."""
+"""python -m benchmarks.recipe [--layers 16 | --small | --mixture]: a QLoRA step of a TRL script after each further
+switch, and Unsloth's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ OFFLOADING = {
 
 
 def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
-    """Return ``first``, a side for each further switch, and Unsloth's sides. ``common`` are options of all sides with the patch."""
+    """Return ``first``, a side for each further switch, and Unsloth's sides.
+
+    All sides with the patch have the options ``common``.
+    """
     graphs = common | FUSED | GRAPHS
     best = graphs | ACTIVATIONS
     return first | {
@@ -52,7 +57,7 @@ def dense(layers: int) -> Comparison:
 
 
 def small() -> Comparison:
-    """Return the comparison for a small model with its whole vocabulary, and so with a head that takes much of a step."""
+    """Return the comparison for a small model with its whole vocabulary, whose head takes a large part of a step."""
     every, shape = dense(4).sides, MODELS["llama-1b"]
     sides = {name: every[name] for name in ("peft", "fused", "graphs", "activations")}
     sides["graphs, no liger"] = Side(STOCK, FUSED | GRAPHS)
@@ -75,7 +80,7 @@ def mixture() -> Comparison:
 @click.option("--small", "is_small", is_flag=True, help="Measure a whole model of 1B parameters.")
 @click.pass_obj
 def command(tell: Progress, layers: int, seconds: float, is_mixture: bool, is_small: bool) -> Steps:
-    """Measure a QLoRA step of a TRL script after each further switch, and of Unsloth."""
+    """Measure a QLoRA step of a TRL script after each further switch, and one of Unsloth."""
     require_gpu()
     require_patch()
     comparison = mixture() if is_mixture else small() if is_small else dense(layers)

@@ -30,17 +30,17 @@ class Check:
 
 
 def accuracy(ours: float, theirs: float, of: str = "") -> Check:
-    """Check our error against fp64. The limit is SLACK times the error of dequantize + matmul."""
+    """Check nf4_patch's error against fp64. The limit is SLACK times the error of dequantize + matmul."""
     found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
     return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One subject with its variants' times and the checks of our result.
+    """One subject with its variants' times, and with the checks of nf4_patch's result.
 
-    A check with the name of a baseline decides about the ratio to that baseline. bitsandbytes' check and checks with any other
-    name, such as "fp64", decide about every ratio of the row.
+    A check with a baseline's name decides about the ratio to this baseline. bitsandbytes' check and checks with any
+    other name, such as "fp64", decide about every ratio of the row.
     """
 
     subject: str
@@ -59,7 +59,7 @@ class Row:
         return bool(decisive) and all(check.passed for check in decisive)
 
     def ratio(self, other: str) -> float | None:
-        """Return our speed-up over another variant, or None if a check failed or nothing was measured."""
+        """Return nf4_patch's speed-up over another variant, or None if a check failed or nothing was measured."""
         if not self.checked or not {other, OURS} <= self.times.keys():
             return None
         if other in self.checks and not self.checks[other].passed:
@@ -87,7 +87,9 @@ class Row:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """Return a text table with one line per row: our time, the limits with our percentage, the baselines with our speed-up."""
+    """Return a text table with one line per row: nf4_patch's time, the limits with nf4_patch's percentage, and the
+    baselines with its speed-up.
+    """
     others = [name for name in dict.fromkeys(name for row in rows for name in row.times) if name != OURS]
     others.sort(key=lambda name: name not in LIMITS)
     heading = f"{title}, {' / '.join(dict.fromkeys(row.unit for row in rows))}"
@@ -104,7 +106,7 @@ def table(title: str, rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row, name: str) -> str:
-    """Return a variant's time with our ratio to it, or "check failed" in place of the ratio."""
+    """Return a variant's time with nf4_patch's ratio to it, or with "check failed" in place of the ratio."""
     if name not in row.times:
         return ""
     value, ratio = row.times[name].median, row.ratio(name)

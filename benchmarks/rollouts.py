@@ -1,6 +1,6 @@
-"""python -m benchmarks.rollouts: ``generate`` with a LoRA adapter that is not merged, and steps of TRL's GRPO.
+"""python -m benchmarks.rollouts: ``generate`` with an unmerged LoRA adapter, and steps of TRL's GRPO.
 
-Each side has a process of its own, because Unsloth patches a whole process.
+Each side has its own process, because Unsloth patches a whole process.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Side(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether the tokens must be stock's with a static cache."""
+        """Return whether the tokens must equal those without the patch with a static cache."""
         return self.static and self.options in (None, {"graphs": "auto"})
 
     @property
     def replays(self) -> bool:
-        """Whether CUDA graphs must have run."""
+        """Return whether CUDA graphs must have run."""
         profile = self.options or {}
         return "graphs" in profile or "profile" in profile or (DECODE_GRAPHS, "1") in self.environment
 
@@ -86,7 +86,7 @@ OTHER_SIDES = {
 
 
 class Training(NamedTuple):
-    """A side of GRPO: variables, and the program with its arguments."""
+    """A side of GRPO: environment variables, and the program with its arguments."""
 
     variables: dict[str, str]
     words: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class Generating:
         return result[:, PROMPT:].tolist()  # type: ignore[no-any-return]
 
     def warm_up(self, batch: int, tokens: int) -> str:
-        """Generate. Return what is wrong with the tokens, or an empty string."""
+        """Generate once. Return an error about the tokens, or ""."""
         self.switch_on()
         found = self.generated(batch, tokens)
         rows = torch.cat((self.prompts(batch), torch.tensor(found)), 1).to(self.device)
@@ -184,14 +184,14 @@ class Generating:
         return "" if missed <= 0.5 else f"{tokens_are} {missed:.2f} standard deviations below the largest"
 
     def replays(self) -> tuple[int, str]:
-        """Return how many graphs were replayed so far, and what Unsloth says if it does not replay."""
+        """Return how many graphs were replayed so far, and Unsloth's message if it does not replay."""
         if self.side.kind != UNSLOTH:
             return nf4_patch.status().graphs.replays, ""
         states = list(importlib.import_module("unsloth.models._decode_graphs")._states(self.model))
         return sum(state.replays for state in states), ", ".join(str(s.disabled) for s in states if s.disabled)
 
     def measure(self, batch: int, tokens: int) -> tuple[float, int, str]:
-        """Return the seconds, the replays and why there are none."""
+        """Return the seconds, the number of replays, and why there are none."""
         before, _ = self.replays()
         synchronize()
         begin = time.perf_counter()
@@ -206,11 +206,11 @@ def generation(
     sides: Mapping[str, Side], configuration: Callable[[], Any], labels: Mapping[str, Any], batches: Iterable[int],
     tokens: int, deadline: float = math.inf, tell: Progress = silent,
 ) -> tuple[list[Any], list[str]]:  # fmt: skip
-    """Return the rows of ``generate`` for the sides whose libraries are installed, and what failed.
+    """Return the rows of ``generate`` for the sides whose libraries are installed, and the failures.
 
     Args:
         labels: fields of every row: the model and its number of layers.
-        deadline: of ``time.monotonic``. No call begins later, and one that takes longer is ended with its side.
+        deadline: a time of ``time.monotonic``. After it, no call begins, and a call that still runs is ended with its side.
     """
     sides = {n: side for n, side in sides.items() if importlib.util.find_spec(LIBRARIES.get(side.kind, "peft"))}
     processes = {name: Process(partial(Generating, side, configuration)) for name, side in sides.items()}
@@ -273,7 +273,7 @@ def generation(
 
 
 def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any], list[str]]:
-    """Return the rows of GRPO's steps, and what failed. A side that is not done at ``deadline`` is ended."""
+    """Return the rows of GRPO's steps, and the failures. A side that is not done at ``deadline`` is ended."""
     rows: list[Any] = []
     failures: list[str] = []
     sys.path.insert(0, str(GRPO.parent))

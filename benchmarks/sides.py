@@ -1,8 +1,8 @@
-"""Measure a QLoRA step of several sides, which alternate. Each side has a process of its own.
+"""Measure a QLoRA step of several sides, which alternate. Each side has its own process.
 
-The options of a side stay on, so its layers are captured and its cache is filled once. The processes build, learn and warm up at
-the same time. Then they are measured one at a time. All of them share the memory of the GPU. On a GPU with little memory, compare
-fewer sides, for example ``python -m benchmarks.step --peft``.
+The options of a side stay on, so its layers are captured and its cache is filled once. The processes build, learn and
+warm up at the same time. Then the sides are measured one at a time. All processes share the memory of the GPU. On a GPU
+with little memory, compare fewer sides, for example with ``python -m benchmarks.step --peft``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Running:
             kernels(synchronize)  # starts the profiler
 
     def free_memory(self) -> None:
-        """Return unused memory to the GPU, and reset PyTorch's peaks."""
+        """Return unused memory to the GPU, and reset PyTorch's peaks of memory."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -140,7 +140,7 @@ class Running:
 
 
 def serve(pipe: Connection, make: Callable[[], Any]) -> None:
-    """Make the side. Then call the method of each request, and send back (result, "") or (None, traceback)."""
+    """Make the side. Then run the method that each request names, and send back (result, "") or (None, traceback)."""
     running = None
     while True:
         try:
@@ -164,12 +164,12 @@ class Process:
         theirs.close()
 
     def send(self, *request: Any) -> None:
-        """Ask for the result of a method of the side: its name, then its arguments."""
+        """Send the name of a method of the side, and its arguments."""
         with contextlib.suppress(OSError):
             self.pipe.send(request)
 
     def receive(self) -> tuple[Any, str]:
-        """Return (the result, "") or (None, what went wrong)."""
+        """Return (the result, "") or (None, error)."""
         try:
             found: tuple[Any, str] = self.pipe.recv()
             return found
@@ -182,7 +182,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Steps(Report):
-    """Results with one row per side and length; METHOD explains the columns."""
+    """Results with one row per side and length. METHOD explains the columns."""
 
     machine: Machine | None
     rows: list[dict[str, Any]]
@@ -206,10 +206,10 @@ class Steps(Report):
 
 
 def measure(comparison: Comparison, rounds: int = ROUNDS, seconds: float = math.inf, tell: Progress = silent) -> Steps:
-    """Measure the sides whose libraries are installed. A side that fails has no further rows.
+    """Measure the sides whose libraries are installed. After a side has failed, it has no further rows.
 
     Args:
-        seconds: no round begins later than this after the call.
+        seconds: after this time, no further round begins.
     """
     begin, sizes = time.monotonic(), list(comparison.sizes)
     sides = {n: s for n, s in comparison.sides.items() if importlib.util.find_spec(LIBRARIES.get(s.kind, "peft"))}
@@ -278,10 +278,11 @@ def row_of(
 
 
 def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) -> Iterator[str]:
-    """Yield wrong losses. The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16.
+    """Yield a message for each wrong loss.
 
-    Three kinds of sides are not compared bit for bit: compiled layers and Unsloth, because the bits of compiled code vary from
-    process to process, also without the patch; and packed experts, because other kernels multiply with cached weights of experts.
+    The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16. Some sides are not
+    compared bit for bit. The bits of compiled layers and of Unsloth vary between processes, also without the patch.
+    With packed experts, other kernels multiply cached weights of experts.
     """
     first: dict[tuple[str, bool], str] = {}
     name_of_all = next(iter(losses), "")

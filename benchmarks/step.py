@@ -1,4 +1,4 @@
-"""python -m benchmarks.step [--peft | --trl | --compiled | --unsloth]: a QLoRA step as in TRL, alternating sides."""
+"""python -m benchmarks.step [--peft | --trl | --compiled | --unsloth]: a QLoRA step as in TRL, with alternating sides."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ L2_ROTATIONS = 8  # between two uses of a weight, so many times the L2 cache's s
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and releases that every number depends on."""
+    """The machine and the releases with which a benchmark ran."""
 
     gpu: str
     capability: str
@@ -107,7 +107,7 @@ Taken = dict[str, Times]  # times by variant
 
 
 def rotation(traffic: int) -> int:
-    """Return how many weights to cycle through, so that no weight is still in the L2 cache at its next use.
+    """Return how many weights must alternate, so that no weight is still in the L2 cache at its next use.
 
     ``traffic`` is the number of bytes that a call reads and writes.
     """
@@ -118,12 +118,12 @@ def rotation(traffic: int) -> int:
 
 
 def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[Call]]:
-    """Return the calls to time for each function: one call per weight, with the weight's parts as arguments."""
+    """Return for each function the calls to time: one call per weight, with the weight's parts as arguments."""
     return {name: [partial(function, *weight) for weight in weights] for name, function in functions.items()}
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in a CUDA graph, in their order. Two of the calls run before it, to compile the kernels."""
+    """Capture the calls in a CUDA graph, in their order. Two calls run before the capture, to compile the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -143,7 +143,7 @@ def alternating(
 ) -> Taken:
     """Time every variant with ``clock`` in each of ``rounds`` rounds. The order of the variants reverses every round.
 
-    ``inside`` gives the context in which a variant runs. ``warmups`` rounds run first, whose times are dropped.
+    ``inside`` gives the context in which a variant runs. ``warmups`` further rounds run first, and are not timed.
     """
     values: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-warmups, rounds):

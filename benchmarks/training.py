@@ -29,9 +29,9 @@ LAYERS = 4  # of an 8B model
 
 
 def llama(layers: int = LAYERS) -> Shape:
-    """Return the shape of Llama-3.1-8B with fewer layers, and a vocabulary that is smaller in the same proportion.
+    """Return the shape of Llama-3.1-8B with fewer layers and a proportionally smaller vocabulary.
 
-    With all 128,256 words, the head would take a third of a step with four layers.
+    With all 128,256 tokens in the vocabulary, the head would take a third of a step with four layers.
     """
     return LLAMA_8B._replace(num_hidden_layers=layers, vocab_size=128256 * layers // 32)
 
@@ -58,7 +58,7 @@ Size = tuple[int, int]  # batch, tokens
 
 
 class Step(step.Step):
-    """A step with the patch on (and these options) or off.
+    """A step with the patch and these options, or without the patch.
 
     It records losses and the peaks of allocated and reserved GPU memory, in bytes.
     """

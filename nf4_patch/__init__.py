@@ -71,8 +71,8 @@ def enable(
     """Patch bitsandbytes, Unsloth and the other supported libraries, now or when they are imported.
 
     If the patch is already on, an option that is None keeps its current value. Otherwise the option takes the value of
-    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". ``True`` means the
-    other value, if an option has only one value besides "off".
+    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". If an option has only
+    one value besides "off", ``True`` means this value.
 
     Args:
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
@@ -126,7 +126,7 @@ def disable() -> None:
     """Restore the original functions and forget the options.
 
     Two kinds of replacement stay in place: those that models with packed experts need, and those that another library
-    has wrapped. The latter call the original from then on.
+    has wrapped. A wrapped replacement calls the original from then on.
     """
     from .patching import hooks
 
@@ -134,11 +134,11 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight, CUDA graph and copy of an offloaded weight. PyTorch gets their memory once nothing uses it.
+    """Drop every cached weight, CUDA graph and copy of an offloaded weight. PyTorch gets the memory back once nothing uses it.
 
     Call this function after a write through ``parameter.data`` or a raw pointer. Such a write does not raise the
-    weight's version counter, so the options ``cache`` and ``offload`` do not notice it. The options stay on and copy the
-    weights again.
+    weight's version counter, so the options ``cache`` and ``offload`` do not notice it. The options stay on and copy
+    the weights again.
     """
     store = sys.modules.get(f"{__name__}.cache.store")  # not imported here, because it imports torch
     if store is not None:

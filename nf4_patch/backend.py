@@ -1,7 +1,7 @@
 """The entry points that bitsandbytes and PyTorch load as a backend.
 
-This file is installed outside the package nf4_patch, as the module ``_nf4_patch_backend``, so that bitsandbytes and
-PyTorch can be imported even if nf4_patch cannot. An example is an editable install whose folder was moved.
+This file is installed outside the package nf4_patch, as the module ``_nf4_patch_backend``. So bitsandbytes and PyTorch
+can be imported even if nf4_patch cannot, for example after the folder of an editable install was moved.
 """
 
 import os
@@ -19,8 +19,8 @@ def load() -> None:
 def load_early() -> None:
     """Call ``load`` when PyTorch is imported, if a variable of nf4_patch is set.
 
-    In a script that imports only transformers, bitsandbytes would call ``load`` too late for a checkpoint in MXFP4, because
-    transformers chooses the model's quantizer before it imports bitsandbytes.
+    For a checkpoint in MXFP4, ``load`` must run before transformers chooses the model's quantizer. If a script imports
+    only transformers, bitsandbytes is imported after this choice.
     """
     if any(name.startswith("NF4_PATCH") for name in os.environ):
         load()

@@ -1,7 +1,7 @@
-"""``nf4_patch.status()``: what ran in the kernel, and what each option did, as data and as text.
+"""``nf4_patch.status()``: which calls ran in the kernel, and what each option did, as data and as text.
 
 A hit is a call that the replacement handled. A fallback is a call that ran the original, for a Reason. The text counts
-dequantizations in its first line, and the calls of each option in a line of its own.
+dequantizations in its first line, and the calls of each option in a separate line.
 """
 
 from __future__ import annotations

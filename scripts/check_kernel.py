@@ -38,7 +38,7 @@ def fuzz(tell: Progress, cases: int, seed: int) -> Report:
 @click.argument("arch")
 @click.pass_obj
 def older_gpu(tell: Progress, arch: str) -> Report:
-    """Verify the code that an older GPU would run. The driver translates it for this GPU. ARCH is sm_75, 75 or 7.5."""
+    """Verify the code that an older GPU would run. The driver translates this code for this GPU. ARCH is sm_75, 75 or 7.5."""
     import machine_code
     import portable
 

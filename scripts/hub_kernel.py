@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Build a repository for Hugging Face's `kernels` that holds the dequantization alone, without the patch.
+"""Build a repository for Hugging Face's `kernels` that holds only the dequantization, without the patch.
 
     python scripts/hub_kernel.py build/hub
 
-`kernels` gives every loaded kernel a module name of its own, so the copied modules may only use relative imports. They need
-torch and Triton, and no bitsandbytes: a QuantState is read by its fields.
+`kernels` gives every loaded kernel a new module name, so the copied modules may only use relative imports. They need
+torch and Triton, but not bitsandbytes, because they read the fields of a QuantState.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ dense = kernel.dequantize_4bit(layer.weight, layer.weight.quant_state)  # layer:
 
 
 def build(folder: Path) -> None:
-    """Write the repository into ``folder``: sources in torch-ext, and the variant that `kernels` loads in build."""
+    """Write the repository into ``folder``: the sources to torch-ext, and the variant that `kernels` loads to build."""
     files = {
         path.relative_to(ROOT / "nf4_patch"): path.read_text()
         for name in MODULES

@@ -1,4 +1,4 @@
-"""Try every mixture of experts of the installed transformers with packed experts, for the table in docs/mixtures-in-detail.md.
+"""Try every mixture of experts of the installed transformers with packed experts, for the table in docs/data/tables.md.
 
     python scripts/mixtures.py --json docs/data/mixtures.json
 

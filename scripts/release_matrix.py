@@ -4,9 +4,9 @@
     python scripts/release_matrix.py "wrapt 1.16.0"   only these cells
     python scripts/release_matrix.py --as "torch 2.8.0" installed    record the row under this name
 
-A cell puts other releases before the installed ones on the path, and runs tests and `nf4-patch doctor` in separate processes.
-Its row in docs/data/releases.json has the test results and doctor's state of each target, by cell and machine. Run
-scripts/render_docs.py afterwards.
+A *cell* puts other releases before the installed ones on the path, and runs tests and `nf4-patch doctor` in separate
+processes. The cell's row in docs/data/releases.json has the test results and doctor's state of each target, by cell and
+machine. Run scripts/render_docs.py afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLES = (*(f"tests/integration/test_examples.py::test_{name}" for name in ("p
 
 
 class Cell(NamedTuple):
-    """Releases that replace installed ones, as pip requirements, without their dependencies."""
+    """Releases, as pip requirements, that replace installed releases. Their dependencies are not installed."""
 
     packages: tuple[str, ...] = ()
     tests: tuple[str, ...] = TESTS

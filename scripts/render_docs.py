@@ -139,7 +139,9 @@ def pivot(
     behind: int = 0,
     joint: str = " / ",
 ) -> str:
-    """Return a Markdown table with a row per distinct key, and a column per distinct heading, below the data files.
+    """Return a Markdown table with a row per distinct key and a column per distinct heading.
+
+    The links to the data files are above it.
 
     Args:
         rows: heading -> format of a record, for the columns of the key.
@@ -166,9 +168,10 @@ def pivot(
 
 
 def speedups(name: str, ours: str, other: str) -> list[Record]:
-    """Return how many times as fast one side of a data file is as another, by length and clock.
+    """Return the speed-up of one side of a data file over another, by length and clock.
 
-    The noise is the larger spread of the two sides in this run, and at least NOISE, because a file may have a single round.
+    The noise is the larger spread of the two sides in this run, and at least NOISE, because a file may have a single
+    round.
     """
     found, theirs = [], {row["tokens"]: row for row in records(name, side=other)}
     for row, base in ((row, theirs[row["tokens"]]) for row in records(name, side=ours) if row["tokens"] in theirs):
@@ -185,7 +188,7 @@ def generated(**where: Any) -> list[Record]:
 
 
 def rollouts(ours: str, other: str) -> list[Record]:
-    """Return how many times as fast one side generates as another, by the number of sequences."""
+    """Return the speed-up of one side's generation over another's, by the number of sequences."""
     theirs = {row["batch"]: row for row in generated(side=other)}
     return [
         row
@@ -249,7 +252,10 @@ def offload(**where: Any) -> list[Record]:
 
 
 def figure(text: str, **where: Any) -> str:
-    """Format the first timed step of a mixture: of Qwen3-30B-A3B with all experts in host memory, but for ``where``."""
+    """Format the first timed step of a mixture. By default, the mixture is Qwen3-30B-A3B with all experts in host memory.
+
+    ``where`` replaces these settings.
+    """
     return text.format_map(offload(**{"model": "Qwen3-30B-A3B"} | ALL | where)[0])
 
 
@@ -285,7 +291,7 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
 
 
 def gains(*keys: str, typed: bool = False) -> str:
-    """Return the table of these rows of GAINS, with what was ``typed`` or without."""
+    """Return the table of these rows of GAINS. If ``typed``, it has the column "what was on"."""
     rows = {"": "{gain[0]}", "compared with": "{gain[2]}"} | ({"what was on": "{gain[1]}"} if typed else {})
     found = [record | {"gain": GAINS[key], "origin": ""} for key in keys for record in GAINS[key][-1]()]
     (gpu,) = {record["gpu"] for record in found}
@@ -369,7 +375,7 @@ def install() -> str:
 
 
 def sides(name: str, heading: str, only: Container[int] | None = None, **where: Any) -> str:
-    """Return the table of a benchmark with a row per subject and a column per side, of weights with ``only`` these sizes."""
+    """Return the table of a benchmark with a row per subject and a column per side. ``only`` selects weights of these sizes."""
     found = [record for record in records(name, **where) if "fp16" not in record["subject"]]
     if only is not None:
         found = [row for row in found if all(int(size) in only for size in re.findall(r"\d{3,}", row["subject"]))]

@@ -1,4 +1,7 @@
-"""No GPU: the kernels are imported under Triton's interpreter, so that every patched function hits on CPU tensors."""
+"""Set up the tests.
+
+Without a GPU, the kernels are imported under Triton's interpreter, so that every patched function hits on CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _same_numbers = torch.equal
 
 
 def _equal(got, want):
-    """``torch.equal`` alone takes the same numbers in two dtypes for equal."""
+    """Compare as ``torch.equal`` does, but also compare the dtypes."""
     return got.dtype is want.dtype and _same_numbers(got, want)
 
 
@@ -59,14 +62,18 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_its_own():
-    """What was there before a module is looked at by no collection of garbage in it: that takes seconds, and many tests ask for one."""
+    """Keep objects that existed before a module out of the garbage collections of this module's tests, which would take seconds."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def monkeypatch(monkeypatch):
-    """As pytest's, which replaces what a class has from ``type`` alone, such as ``__call__``, and nothing then calls."""
+    """Replace pytest's fixture.
+
+    It refuses an attribute that a class has only from ``type``, such as ``__call__``, because nothing would call the
+    replacement.
+    """
     replace = monkeypatch.setattr
 
     def setattr(target, name, *arguments, **keywords):
@@ -85,7 +92,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module")
 def every_launch_interpreted():
-    """Of the dequantization too: see quick_interpreter."""
+    """Interpret every launch, also those of the dequantization kernel (see quick_interpreter.py)."""
     with pytest.MonkeyPatch.context() as patch:
         if not GPU:
             patch.setattr(quick_interpreter.Interpreted, "always", True)
@@ -100,7 +107,7 @@ def fresh_dynamo():
 
 
 class Unnamed(logging.Handler):
-    """Lines of the log that do not say whose they are."""
+    """Lines of the log that do not begin with the package's name."""
 
     def emit(self, record):
         if not record.getMessage().startswith("nf4_patch"):
@@ -113,7 +120,7 @@ logging.getLogger("nf4_patch").addHandler(Unnamed())
 
 @pytest.fixture(autouse=True)
 def off_and_counted_from_zero():
-    """Whatever a test leaves on, the next one starts with nothing. What is logged begins with the name of the package."""
+    """After each test, turn the patch off and set all counts to zero. Each line of the log must begin with the package's name."""
     yield
     assert not [unnamed.pop() for _ in unnamed[:]]
     nf4_patch.disable()
@@ -134,7 +141,7 @@ def off_and_counted_from_zero():
 
 
 def switched_on(**options: str):
-    """The patch is on, and a fallback that is not expected fails the test."""
+    """Turn the patch on. A fallback that is not expected fails the test."""
     nf4_patch.enable(**options)
     yield nf4_patch
     unexpected = {key: n for key, n in counters.fallbacks.items() if not key[1].is_expected}
@@ -144,32 +151,32 @@ def switched_on(**options: str):
 
 @pytest.fixture
 def patched(request):
-    """With the options that the module of the test names in ON."""
+    """Turn the patch on with the options in ON, which the test's module defines."""
     yield from switched_on(**getattr(request.module, "ON", {}))
 
 
 @pytest.fixture
 def auto():
-    """As ``patched``, with the fused matmul switched on."""
+    """Turn the patch on as ``patched`` does, with the fused matmul."""
     yield from switched_on(matmul="auto")
 
 
 @pytest.fixture
 def on(device, request):
-    """As ``patched``, but the test itself looks at what fell back."""
+    """Turn the patch on as ``patched`` does, but let the test itself check the fallbacks."""
     nf4_patch.enable(**getattr(request.module, "ON", {}))
     return device
 
 
 @pytest.fixture
 def on_with_matmul():
-    """As ``on``, with the fused matmul switched on."""
+    """Turn the patch on as ``on`` does, with the fused matmul."""
     nf4_patch.enable(matmul="auto")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
-    """A random Llama of one layer, saved."""
+    """Return the folder of a random Llama with one layer."""
     from benchmarks.checkpoint import Shape, save
 
     folder = tmp_path_factory.mktemp("llama")

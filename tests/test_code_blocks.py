@@ -1,7 +1,7 @@
-"""Every code block of README and docs: Python runs, a command runs or says why not, anything else is output.
+"""Check every code block of README and docs. Python blocks run, and each command runs or says why not. Other blocks are output.
 
-A Python block runs by itself, on the CPU, with the names of NAMES made for it; nothing is downloaded. A line of a bash block
-has to be in RUN or ELSEWHERE.
+A Python block runs by itself on the CPU, with the names of NAMES defined. Nothing is downloaded. Every line of a bash
+block must be in RUN or ELSEWHERE.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def commands_of(block: Block) -> list[str]:
 
 
 def trainer(folder: Path, checkpoint: str) -> Any:
-    """A Trainer of transformers for one step of a tiny 4-bit Llama with LoRA."""
+    """Return a Trainer of transformers for one step of a tiny 4-bit Llama with LoRA."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
@@ -148,8 +148,10 @@ OF_A_FILE = re.compile(r"# ((?:nf4_patch|tests)/\S+\.py)(, at the end of (\w+))?
 
 @pytest.mark.full
 def test_a_library_is_added_as_it_is_written(tmp_path):
-    """The blocks of add-a-library.md, typed into a copy of the tree where `toy` is installed: its test passes, the page of what is
-    replaced has the row, and neither ruff nor mypy finds a fault."""
+    """Write the blocks of add-a-library.md into a copy of the tree in which `toy` is installed.
+
+    The library's test passes, the page of replaced functions has the new row, and neither ruff nor mypy finds a fault.
+    """
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
     (tmp_path / "toy.py").write_text("def unpack(packed, quant_state):\n    raise AssertionError('the original ran')\n")

@@ -1,4 +1,4 @@
-"""What is written down is what the code and the data say: generated parts, figures, reasons, names of files, links."""
+"""The pages agree with the code and the data: generated parts, figures, Reasons, names of files, links."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_generated_part_and_figure_is_somewhere():
 
 @pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
 def test_no_measured_figure_is_typed_by_hand(page):
-    """It belongs to docs/data and a generated part."""
+    """Each measured figure belongs in docs/data and in a generated part."""
     text = render_docs.PART.sub("", page.read_text())
     assert not re.findall(r"\d\.\d+ ?[\u00d7x]\B|\d\.\d+ ?(?:ms|\u00b5s|GiB|GB|%)", text)
     # a comment that begins a line would end the paragraph
@@ -63,7 +63,7 @@ def test_one_sentence_says_what_the_project_is():
 
 
 def test_pages_are_short():
-    """Tables included. Figures that few need are in docs/data."""
+    """Tables count too. Figures that few readers need are in docs/data."""
     assert len(README.read_text().split()) <= 600
     assert sum(len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")) <= 24_000
 
@@ -111,7 +111,7 @@ def test_data_file_is_whole_and_named_by_its_command(file):
 
 
 def recorded(name, folder, monkeypatch, **sections):
-    """Write a benchmark of these sections on an H100 as the data file NAME-h100.json."""
+    """Write a benchmark with these sections on an H100 as the data file NAME-h100.json."""
     machine = Machine("NVIDIA H100", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
     bench = Bench(machine, sections, dict.fromkeys(sections, ""))
     (folder / f"{name}-h100.json").write_text(json.dumps(bench.as_dict()))
@@ -162,14 +162,14 @@ FIGURES = {"tokens": 512, "gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.04, "
     ],
 )
 def test_a_gain_is_more_than_the_noise(factor, gpu, wall, tmp_path, monkeypatch):
-    """The run spread by 10 % in GPU time, and by 30 % in wall-clock time. A loss counts like a gain."""
+    """The run spreads by 10 % in GPU time, and by 30 % in wall-clock time. A loss is treated like a gain."""
     ours = FIGURES | {"gpu_ms": 15.8 * factor, "wall_ms": 40.04 * factor}
     write_rows("recipe", tmp_path, monkeypatch, {"side": "peft", **FIGURES}, {"side": "patch", **ours})
     assert [row["speedup"] for row in render_docs.speedups("recipe", "patch", "peft")] == [wall, gpu]
 
 
 def test_what_was_trained_with_offload_has_the_bits_of_the_resident_model():
-    """Whatever was left on the GPU, and however it was capped."""
+    """This holds for every value of offload= and every cap on the memory."""
     compared = [row for row in render_docs.records("offload") if row["bits"]]
     resident = {offload.key(row, "cap", "budget"): row for row in compared if row["side"] == "resident"}
     assert len(compared) > len(resident) > 1
@@ -189,7 +189,10 @@ def test_a_ratio_is_more_than_the_noise_of_either_side(ours, theirs, shown):
 
 
 def test_one_line_has_the_address_of_the_repository(tmp_path, monkeypatch):
-    """Without it the README is as it is here; with it the install line and the links that a package index shows have it."""
+    """Without the address, README does not change.
+
+    With it, the install line and the links for a package index contain the address.
+    """
     interface = types.SimpleNamespace(MetadataHookInterface=object)
     monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
     absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["absolute"]
@@ -233,7 +236,7 @@ def test_reasons_that_troubleshooting_explains_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_commands_that_a_page_names_exist(page):
-    """Links are sphinx's to check."""
+    """Links are not checked here, because sphinx checks them."""
     text = page.read_text()
     for name in re.findall(r"`([\w/]+/\w+\.py)`", text):
         assert "toy" in name or any(f"/{file}".endswith(f"/{name}") for file in FILES), name
@@ -254,14 +257,16 @@ def test_every_example_is_in_the_gallery():
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Liger's kernels run on this GPU")
 def test_an_example_with_liger_says_what_it_needs_without_a_gpu(tmp_path):
-    """Otherwise Triton's error, "0 active drivers", ends the script after the model was loaded."""
+    """Without the message, Triton's error "0 active drivers" would end the script after the model was loaded."""
     command = [sys.executable, ROOT / "examples" / "qlora_moe.py", "--liger-loss"]
     done = completed(command, tmp_path, TRITON_INTERPRET="0")
     assert done.returncode == 2 and "need an NVIDIA GPU or TRITON_INTERPRET=1" in done.stderr, done.stderr
 
 
 def test_an_example_refuses_a_checkpoint_without_a_tokenizer(tmp_path):
-    """transformers returns an empty tokenizer instead of an error, and merge_adapter.py would save it with the merged weights."""
+    """transformers returns an empty tokenizer instead of an error, and merge_adapter.py would save this tokenizer with
+    the merged weights.
+    """
     offline.checkpoint("random-qwen-moe", folder=str(tmp_path))
     assert offline.tokenizer_of(str(tmp_path))("text").input_ids
     for file in tmp_path.glob("tokenizer*"):
@@ -272,12 +277,12 @@ def test_an_example_refuses_a_checkpoint_without_a_tokenizer(tmp_path):
 
 @pytest.mark.full
 def test_site_builds_without_warnings():
-    """Every link and every heading that is linked to; each page is in the menu; the docstrings of the API."""
+    """The build checks every link and every linked heading, each page's place in the menu, and the docstrings of the API."""
     subprocess.run([ROOT / "scripts" / "docs"], check=True, env={**os.environ, "PYTHON": sys.executable})
 
 
 def test_the_site_is_never_installed_into_a_python_outside_a_virtual_environment(tmp_path):
-    """One without the site's packages; it has no pip either, so that nothing would be installed if this failed."""
+    """Use a Python without the site's packages and without pip, so that nothing would be installed if this test failed."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {Path(sys.base_prefix, "bin", "python3")} -I -S "$@"\n')
     python.chmod(0o755)
@@ -296,7 +301,10 @@ def test_every_figure_of_a_gpu_says_what_it_measures():
 
 
 def test_figures_are_measured_on_every_gpu(tmp_path, monkeypatch):
-    """At the same time, and the files get to docs/data only at the end: a changed checkout would be noted in the other files."""
+    """The GPUs measure at the same time.
+
+    The files move to docs/data only at the end, because other files would record a changed checkout.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     measure = importlib.import_module("measure")
     monkeypatch.setattr(measure, "DATA", tmp_path)

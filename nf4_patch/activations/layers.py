@@ -1,10 +1,10 @@
 """Decide which checkpointed decoder layers keep their activations.
 
-A kept layer is called without its checkpoint. The decision is made once per call, in the forward. A layer is kept if its
-activations fit into the budget, together with those that wait for their backward now.
+A kept layer is called without its checkpoint. The decision is made once per call, in the forward. A layer is kept if
+its activations fit into the budget, next to all activations that now wait for their backward.
 
-The size of a layer's activations is measured in a recompute, which holds the same tensors as a kept layer. Training needs
-memory for recomputes anyway, so no layer is kept before its size is known.
+The size of a layer's activations is measured in a recompute, which holds the same tensors as a kept layer. Training
+needs memory for recomputes anyway, so no layer is kept before its size is known.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ StopRecomputation: Any = getattr(torch.utils.checkpoint, "_StopRecomputationErro
 
 
 class InputSize(NamedTuple):
-    """The size of a layer's input, and in ``kind`` the other properties that decide how much memory its activations take."""
+    """The size of a layer's input. ``kind`` holds the input's other properties that decide how much memory the activations take."""
 
     rows: int
     length: int
@@ -106,7 +106,7 @@ class Record:
         self.device = -1
 
     def examine(self, layer: nn.Module) -> None:
-        """Find out whether the layer is sharded, or shares trained parameters with another layer."""
+        """Find out whether the layer's parameters are sharded, and whether another layer shares a trained parameter."""
         self.kind = type(layer)
         self.is_sharded = any("_is_fsdp_managed_module" in vars(module) for module in layer.modules())
         for p in layer.parameters():
@@ -121,7 +121,8 @@ class Record:
     def estimate(self, size: InputSize) -> int | None:
         """Return the most bytes that the layer holds for an input of this size, or None if unknown.
 
-        If this size was not measured, scale the bytes of each larger size by the number of rows, and return the smallest.
+        If this size was not measured, scale the bytes of each larger size by the number of rows. Return the smallest
+        result.
         """
         exact = self.sizes.get(size)
         if exact is not None:
@@ -142,7 +143,7 @@ class Record:
 
 
 class Activations:
-    """The kept activations of the process, and the budget for them."""
+    """The layers' kept activations, and the budget for these activations."""
 
     def __init__(self) -> None:
         self.records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
@@ -180,7 +181,10 @@ class Activations:
         self.most.update({device: size for device, size in self.taken.items() if size})
 
     def wants(self) -> int:
-        """Return the most bytes that all layers of a GPU would hold together, plus the largest layer again for the backward of a CUDA graph."""
+        """Return the most bytes that all layers of a GPU would hold together, with the largest layer counted twice.
+
+        The backward of a CUDA graph needs as much memory again as its layer.
+        """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
             size = max(record.sizes.values(), default=0) + record.input_bytes
@@ -241,9 +245,9 @@ def uncheckpointed(function: Function, *args: Any) -> Any:
 
 
 def with_own_inputs(function: Function, *args: Any) -> Any:
-    """Call a layer so that the gradients of each input are added up inside the layer first, as by a reentrant checkpoint.
+    """Call a layer so that the gradients of each input are added up inside the layer first, as a reentrant checkpoint does.
 
-    Other code might read the input too, such as a loss on ``output_hidden_states``. A different order of the sum would round
+    Other code might read the same input, such as a loss on ``output_hidden_states``. A sum in another order would round
     differently.
     """
     return function(*[x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args])
@@ -261,7 +265,7 @@ def keep(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Run the layer without its checkpoint, and count its activations until the autograd graph frees them.
+    """Run the layer without its checkpoint. Count the activations until the autograd graph frees them.
 
     Args:
         call_layer: runs in place of the checkpoint function.
@@ -288,7 +292,7 @@ def keep(
 
 
 class Measured:
-    """Wraps the function of a checkpoint, and measures how much memory its recompute holds."""
+    """Wraps the function of a checkpoint, and measures how much memory the recompute holds."""
 
     def __init__(self, function: Function, layer: nn.Module, record: Record, size: InputSize, device: int):
         self.function, self.layer = function, weakref.ref(layer)
@@ -329,7 +333,7 @@ def measure(
 
 
 def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a reentrant checkpoint would drop gradients, or the layer might write to a list or dict.
+    """Return whether a reentrant checkpoint would cut off gradients, or the layer might write to a list or dict.
 
     Such a checkpoint returns gradients only for tensors in ``args``, and only if one of these requires a gradient.
     """
@@ -349,7 +353,7 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
 
 
 def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint, record: Record) -> Reason | None:
-    """Answer like ``why_not`` for a call in an ordinary forward, under a checkpoint that changes no dtype."""
+    """Do the work of ``why_not`` for a call in an ordinary forward, under a checkpoint that changes no dtype."""
     if checkpoint.saves_on_host or not checkpoint.preserves_rng:
         return Reason.ACTIVATIONS_CHECKPOINT
     if context.saved_tensors_hooks(False) is not None:
@@ -364,7 +368,7 @@ def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint,
 
 
 def note(layer: nn.Module, x: Tensor, why: Reason | None, size: int) -> None:
-    """Record that a call ran as a CUDA graph, and kept ``size`` bytes or recomputed for the Reason ``why``."""
+    """Record that a call ran as a CUDA graph, and that it kept ``size`` bytes or recomputed for the Reason ``why``."""
     record = activations.record_of(layer)
     record.calls += 1
     record.why, record.kept, record.device = why, size, x.get_device()

@@ -11,7 +11,7 @@ from ..patching.option import Option, size_in_words
 
 @dataclass(frozen=True)
 class ActivationsStatus:
-    """The report on kept activations. Each decoder layer is counted by its latest training call."""
+    """The status of kept activations. Each decoder layer is counted by its latest call in training."""
 
     mode: str = "off"  # "off", "auto", or the bytes per GPU
     kept: int = 0  # layers that kept their activations

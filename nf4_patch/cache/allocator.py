@@ -21,7 +21,7 @@ def settings() -> dict[str, Any]:
 
 
 def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
-    """Return the most bytes that the allocator takes for ``nbytes``: rounded up, plus the unused remainder of a larger block.
+    """Return the most bytes that the allocator takes for ``nbytes``, including rounding and the unused remainder of a larger block.
 
     Args:
         known: the allocator's settings: ``roundup_power2_divisions``, by size in MiB, and ``max_split_size`` in bytes.

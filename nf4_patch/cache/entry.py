@@ -21,14 +21,19 @@ def nobody() -> None:
 
 
 class CacheEntry:
-    """Dense copy of a packed weight. Keeps the storages of the scales alive, but not the packed parameter and its storage."""
+    """Dense copy of a packed weight.
+
+    It keeps the storages of the scales alive, but not the packed parameter and the parameter's storage.
+    """
 
     # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy
     views: tuple[Tensor, Tensor] | None = None
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight's tensors and versions before decoding, so that a write meanwhile makes the entry invalid.
+        """Record the weight's tensors and versions before the weight is decoded.
+
+        A write during the decode then makes the entry invalid.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
@@ -57,11 +62,14 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release all but ``size`` and ``dense_memory``, by which the cache counts the dense copy until nothing uses the copy."""
+        """Release everything except ``size`` and ``dense_memory``.
+
+        The cache needs these two to count the dense copy until nothing uses it.
+        """
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy if it came from exactly these tensors, and neither they nor the copy have been written to since.
+        """Return the dense copy if it came from exactly these tensors, and if neither the tensors nor the copy changed since.
 
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
@@ -92,7 +100,7 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's key: the id of its parameter, its position and size there, and its dtype.
+    """Return the weight's key: the id of its parameter, the weight's position and size in the parameter, and its dtype.
 
     A transposed weight has the same key. Replacing the parameter's ``.data`` does not change the key.
     """

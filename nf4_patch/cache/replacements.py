@@ -1,4 +1,4 @@
-"""Replacements of library functions. They tell the cache of a tensor swap or a resized storage."""
+"""Replacements of library functions, which tell the cache about swapped tensors and resized storages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .store import cache
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that the cache first drops its weak references to the tensor.
 
-    ``torch.utils.swap_tensors`` refuses tensors with weak references. It is not replaced itself, because other modules might hold it.
+    ``torch.utils.swap_tensors`` refuses tensors with weak references. Other modules might hold ``swap_tensors``, so the
+    function that it calls is replaced.
     """
 
     def attempt(object: Any, /) -> Any:

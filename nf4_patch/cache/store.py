@@ -1,7 +1,8 @@
 """The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
 
-It keeps dense copies of parameters for callers that only read them. A weight is cached at its first read if there is room, and
-then stays (docs/notes/weight-cache.md). Every read checks the parameter, its version counter and its memory.
+The cache keeps dense copies of parameters for callers that only read them. A weight is cached at its first read if
+there is room, and then stays cached (docs/notes/weight-cache.md). Every read checks the parameter, its version counter
+and its memory.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ OTHER_STREAM_READS = 3
 
 
 class StaleWeightError(RuntimeError):
-    """Raised with NF4_PATCH_STRICT=1 if a cached weight is not what its packed bytes decode to now."""
+    """Raised with NF4_PATCH_STRICT=1 if a cached weight differs from what its packed bytes decode to now."""
 
 
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Changes are made under ``lock``. When a tensor of a cached weight is freed, a callback runs, possibly in the middle of a
-    change. Therefore the callback only frees the dense copy, and the next change removes the entry.
+    Changes are made under ``lock``. When a tensor of a cached weight is freed, a callback runs, possibly in the middle
+    of a change. So the callback only frees the dense copy, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -67,9 +68,9 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Collect the cached weights that are read on this stream while a CUDA graph is captured, and cache no new ones there.
+        """Collect the cached weights that are read on this stream while a CUDA graph is captured. Cache no new weights there.
 
-        The graph may be replayed only while ``CacheEntry.of`` still returns each of them.
+        The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights.
         """
         try:
             self.pins = []
@@ -89,7 +90,7 @@ class Cache(dequantizer.Reader):
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them."""
+        """Remove the entries of freed weights. Subtract each dropped dense copy from ``taken`` once nothing uses the copy."""
         with self.lock:
             if (death := self.death) is not self.settled_death:
                 self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
@@ -126,7 +127,9 @@ class Cache(dequantizer.Reader):
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes. A Reason: ``decode`` returned it.
+        """Return the dense weight, read-only. Cache it if there is room.
+
+        Return None if the caller has to decode the weight, or the Reason that ``decode`` returned.
 
         Raises:
             StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
@@ -218,7 +221,9 @@ class Cache(dequantizer.Reader):
         return None
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode and cache a weight. Return None if the budget has no room, or if ``"auto"`` ran out of memory and dropped everything.
+        """Decode and cache a weight.
+
+        Return None if the budget has no room, or if ``"auto"`` ran out of memory and emptied the cache.
 
         Raises:
             OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
@@ -312,7 +317,7 @@ class Cache(dequantizer.Reader):
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
-        """Return the status without the lock, because a signal handler might call this method during a change."""
+        """Return the status. The lock is not taken, because a signal handler might call this method during a change."""
         entries, taken = list(self.weights.values()), Counter[int]()
         for entry in dict.fromkeys((*entries, *self.dropped)):
             taken[entry.device] += 0 if entry.dense_memory.expired() else entry.size
@@ -342,8 +347,8 @@ class Cache(dequantizer.Reader):
 class StorageRecord:
     """Record of a storage with packed bytes or scales of cached weights.
 
-    Version counters do not show every write if a storage was resized with ``resize_`` (FSDP), or if two parameters share it. Weights
-    in such storages are not cached.
+    Version counters miss some writes if a storage was resized with ``resize_`` (FSDP), or if two parameters share it.
+    Weights in such storages are not cached.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):

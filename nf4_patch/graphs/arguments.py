@@ -25,14 +25,14 @@ class Unsupported(Exception):
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """Describe a layer's arguments by a hashable value, which is part of the key of a graph.
+    """Describe a layer's arguments by a hashable value, which is part of a graph's key.
 
-    The value contains the layout of each tensor, but not the contents. Each tensor is appended to ``tensors`` once, even if
-    several arguments are the same tensor.
+    The value contains the layout of each tensor, but not the contents. Each tensor is appended to ``tensors`` once,
+    even if several arguments are the same tensor.
 
     Raises:
         Unsupported: a graph cannot replay an argument. Graphs support plain values, tensors on the GPU, and tuples, lists
-            and dicts of these. They support no inference tensors, and only the first tensor may require a gradient.
+            and dicts of these. They support no inference tensors. Only the first tensor may require a gradient.
     """
     kind = type(value)
     if kind in PLAIN:

@@ -79,7 +79,7 @@ class LayerCall(NamedTuple):
 
     @property
     def may_recompute(self) -> bool:
-        """Whether graphs that keep no activations may run the call: in generation, or if the layer is checkpointed."""
+        """Return whether graphs that keep no activations may run the call: in generation, or if the layer is checkpointed."""
         return not self.trains or self.layer.gradient_checkpointing
 
 

@@ -90,7 +90,7 @@ class Environment(NamedTuple):
     def entered(self) -> torch.autocast:
         """Return an autocast context with the settings of this Environment.
 
-        With any other setting, Dynamo would recompile the compiled parts of the layer, or give up on them.
+        If any setting differed, Dynamo would recompile the compiled parts of the layer, or give up on them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, self.caches)
 

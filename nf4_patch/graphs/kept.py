@@ -1,9 +1,9 @@
-"""Record a decoder layer without a recompute: the activations of the forward's graph stay for the backward's graph.
+"""Record a decoder layer without a recompute: the forward graph's activations stay in memory for the backward graph.
 
-All kept layers of a GPU share one memory pool. Their activations lie side by side in the pool, in the order in which the layers
-were recorded. A graph's temporary tensors may overlap the activations of *later* layers. So a layer may run only while no later
-layer's activations wait for their backward, as in ordinary training. In any other order, and while activations of another shape
-wait, a layer recomputes.
+All kept layers of a GPU share one memory pool. Their activations lie side by side in the pool, in the order in which
+the layers were recorded. A graph's temporary tensors may overlap the activations of *later* layers. So a layer may run
+only while no later layer's activations wait for their backward, as in ordinary training. In any other order, and while
+activations of another shape wait, a layer recomputes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .refusal import Refusal
 
 
 class Token:
-    """Replaces the layer's input among the saved tensors of a call, and is freed together with them."""
+    """Replaces the layer's input among the tensors that autograd saves for a call, and is freed together with these."""
 
 
 class Generation:

@@ -66,7 +66,7 @@ def is_on_another_stream(device: int) -> bool:
 
 
 def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Refused, Reason | None]:
-    """Return the graphs for a call or why there are none, and the Reason why the graphs recompute, or None.
+    """Return the graphs for a call, or why there are none. Also return the Reason why the graphs recompute, or None.
 
     If the call is due for a recording, record the graphs now.
     """

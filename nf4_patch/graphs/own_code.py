@@ -119,9 +119,9 @@ def names_in(code: CodeType) -> Iterator[str]:
 class Code:
     """Functions that a layer may run, found by following names from the methods that every call runs.
 
-    The names are looked up in the namespaces ``spaces``. They are the classes of the layer's modules, the Python modules of
-    these classes, and ``torch.nn.functional``. The Python modules of attention and experts functions that a config names
-    belong to them too.
+    The names are looked up in the namespaces ``spaces``: the classes of the layer's modules, the Python modules of
+    these classes, and ``torch.nn.functional``. If a config names attention or experts functions, ``spaces`` also has
+    their Python modules.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):

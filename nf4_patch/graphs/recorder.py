@@ -246,7 +246,7 @@ class Recorder:
             rest: bytes of the rest of a step, or None for the peak so far.
 
         Raises:
-            torch.OutOfMemoryError: it has too little.
+            torch.OutOfMemoryError: the GPU has too little memory.
         """
         found = MemoryInfo.of(device)
         limit = found.free + found.reserved - found.margin

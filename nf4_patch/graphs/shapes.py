@@ -42,7 +42,7 @@ def is_due(calls: int) -> bool:
 
 
 class Stepping(threading.local):
-    """Whether this thread runs a whole-model decode step. ``by`` is a weak reference to the running step."""
+    """State of this thread: whether it runs a whole-model decode step. ``by`` is a weak reference to the running step."""
 
     by: Callable[[], Any] = staticmethod(
         lambda: None
@@ -119,7 +119,7 @@ class Graphs:
             reset(self.recordings.pop(oldest))
 
     def knows_step(self, model: nn.Module) -> bool:
-        """Return whether a decode step of the model is recorded, and the model is as it was then."""
+        """Return whether a decode step of the model is recorded, and the model has not changed since."""
         found = [layers.get(model) for key, layers in list(self.recordings.items()) if key[0] == "step"]
         latest = next((graph for graph in reversed(found) if graph is not None), None)
         return latest is not None and bool(latest.fingerprint.holds())

@@ -1,9 +1,9 @@
 """Run each decode step of transformers' ``generate()`` as one CUDA graph: embedding, layers, norm and head.
 
-``generate()`` asks a model whether it may compile the function that computes every token after the prefill, and then for that
-function. A model that transformers does not compile, such as a quantized one, gets a ``Step`` here. A Step runs the first token
-eagerly and observes it, records the second one, and replays the others. What cannot be recorded runs as without a Step: each
-decoder layer as a graph of its own, or eagerly.
+``generate()`` asks a model whether the function that computes every token after the prefill may be compiled, and then
+asks for this function. A model that transformers does not compile, such as a quantized one, gets a ``Step`` here. A
+Step runs the first token eagerly and observes it, records the second token, and replays all others. If a step cannot be
+recorded, each decoder layer runs as a separate graph or eagerly, as without a Step.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Running:
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
-    """Let decoder layers run as part of the model inside the ``with`` block, rather than as graphs of their own."""
+    """Let decoder layers run as part of the model inside the ``with`` block, not as separate graphs."""
     running = Running()
     try:
         graphs.stepping.by = weakref.ref(running)
@@ -205,7 +205,7 @@ class Step:
         return plan[0](*plan[1:])
 
     def refuse(self, refused: Refused) -> None:
-        """Run the rest of this ``generate()`` without graphs of whole steps. Count why."""
+        """Run the rest of this ``generate()`` without graphs of whole steps, and count the Reason."""
         self.refused, self.graph, self.observed = True, None, None
         self.fallbacks.details[refused.reason] = refused.detail
         counters.fall_back(self.fallbacks.target, refused.reason, False, refused.detail)
@@ -215,7 +215,10 @@ class Step:
     # --- what to do with a call ---
 
     def plan(self, inputs: dict[str, Any]) -> Any:
-        """Return (function, *arguments) that computes the step. None: the model computes it. A Reason: and all later steps."""
+        """Return (function, *arguments) that computes the step, or None if the model has to compute it.
+
+        Return a Reason if the model has to compute this and all later steps.
+        """
         x, static_cache = inputs.get("input_ids"), cache_in(inputs)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != 1:
             return None  # a part of the prompt
@@ -255,7 +258,10 @@ class Step:
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
-        """Find or record the graph for ``self.key``. Return None if there is one now, else what ``plan`` returns."""
+        """Find or record the graph for ``self.key``. If there is a graph now, return None.
+
+        Otherwise return the same as ``plan``.
+        """
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)
         fingerprint: Any = None

@@ -1,8 +1,8 @@
 """Read the stop flag of ``generate()`` one token late, so that the host does not wait for the GPU at each token.
 
-transformers' ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops it. Here it also
-runs where the decode steps are CUDA graphs. The random numbers of the dropped token are given back, so all later ones are as
-without it.
+transformers' ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this
+token. Here, it also runs if the decode steps are CUDA graphs. The random generator gets its state from before the
+dropped token, so later random numbers do not change.
 """
 
 from __future__ import annotations

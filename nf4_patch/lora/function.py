@@ -1,9 +1,9 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
-The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. This
-most expensive part runs without autograd, so that no tensor is saved for it. A checkpoint's recompute stops at the last saved
-tensor, so it skips the base product of its last layer. The backward computes all gradients, including the base product's
-part of x's gradient.
+The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. The
+base product takes most of the time. It runs without autograd, so no tensor is saved for it. A checkpoint's recompute
+stops at the last saved tensor, so it skips the base product of its last layer. The backward computes all gradients,
+including the base product's part of x's gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Factors:
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """Return y + scale * inner @ B.T, [rows, out], possibly written into y."""
+        """Return y + scale * inner @ B.T, [rows, out]. The result might be written into y."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class LoraProduct(PlainFunction):
 
         Args:
             x: [rows, in], in the dtype of the base product.
-            y: None, a bias [out], or a tensor [rows, out]. Such a tensor might be overwritten, so it is allowed only if
+            y: None, a bias [out], or a tensor [rows, out]. A tensor [rows, out] might be overwritten, so it is allowed only if
                 nothing requires a gradient.
             dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.

@@ -76,7 +76,7 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and tiles per part.
+    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and the tiles per part.
 
     Args:
         programs: the number of programs that compute one part.

@@ -1,6 +1,6 @@
 """Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-peft's forward and nf4_patch's function save different tensors, so the recompute must run whichever of them the forward ran.
+peft's forward and nf4_patch's function save different tensors, so the recompute must run the same one as the forward.
 Without the record, a hook or FlopCounterMode that is active only during the forward would change the decision.
 """
 
@@ -18,9 +18,10 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return the list to which the caller appends its Decision and, in a recompute, the forward's Decision for this call.
+    """Return a list for the caller's Decision, and the forward's Decision for this call if this is a recompute, else None.
 
-    The checkpoint's frame holds the list. If ``pack``, the current pack hook, does not belong to a checkpoint, return None.
+    In a forward, the checkpoint's frame holds the list. If ``pack``, the current pack hook, does not belong to a
+    checkpoint, return None instead.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):

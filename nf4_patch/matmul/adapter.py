@@ -50,7 +50,7 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
     Only shapes, dtypes and devices are checked, not addresses.
 
     Args:
-        a, b: A [rank, K] and B [n, rank].
+        a, b: the adapter's A [rank, K] and B [n, rank].
     """
     if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
         return False
@@ -91,7 +91,9 @@ def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether A or B is contiguous, 16-byte aligned and not lazily negated, and its memory is not freed."""
+    """Return whether the kernels can read A or B: contiguous, 16-byte aligned, not lazily negated, with memory that is
+    not freed.
+    """
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16

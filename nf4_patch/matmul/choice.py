@@ -69,7 +69,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
     """Return the config from the shipped table or, on a GPU without a table, the config that a measurement found.
 
-    An earlier measurement of this process serves its whole range of row counts. Without any measurement, return None.
+    A measurement is valid for its whole range of row counts. Without any measurement, return None.
     """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):
@@ -114,7 +114,7 @@ def can_measure() -> bool:
 
 
 def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
-    """Return the configs to measure on a GPU without a shipped table, which are those for an H100 and for a T4."""
+    """Return the configs to measure on a GPU without a shipped table: those for an H100 and those for a T4."""
     tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
     found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
     return list(dict.fromkeys(config for config in found if config is not None))

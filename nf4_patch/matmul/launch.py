@@ -55,8 +55,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: minimum numbers of elements of the weight. Each key is a number of rows, and the minimum applies if X has
-            more rows than the key.
+        least: the minimum numbers of elements of the weight. The minimum of a key applies if X has more rows than the key.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
@@ -85,14 +84,14 @@ class MatmulLaunch:
     """Multiplies any x of one shape by one weight.
 
     A launch stores the compiled kernels and all their arguments except x and out. The addresses of the weight and the
-    bias are plain integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint and the bias's
-    address stay the same.
+    bias are plain integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint and the
+    bias's address stay the same.
 
     Args:
         kernel: the kernels that were compiled for these operands.
         x: an example [..., K] in fp16 or bf16.
-        weight: [N, K].
-        bias: [N] in x's dtype.
+        weight: the weight [N, K].
+        bias: [N], in x's dtype.
     """
 
     def __init__(

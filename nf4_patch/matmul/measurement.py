@@ -50,7 +50,7 @@ RIVALS = {target.name: target for target in TARGETS if target.timed}
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
-    """Return the originals that the fused matmul replaces in this process and that can multiply ``m`` rows, by name."""
+    """Return the original functions, by name, that the fused matmul replaces in this process and that can multiply ``m`` rows."""
     entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
     return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
 
@@ -132,8 +132,8 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
     """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k].
 
-    Both are in bf16, or in fp16 on a GPU before sm_80. A new generator is used, because PyTorch's default generator belongs
-    to the user's program.
+    Both are in bf16, or in fp16 on a GPU before sm_80. The random numbers come from a new generator, because PyTorch's
+    default generator belongs to the user's program.
     """
     where = torch.device("cuda", device)
     dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
@@ -160,7 +160,7 @@ def quant_state(weight: PackedWeight) -> Any:
 
 
 def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Tensor, truth: torch.Tensor) -> str:
-    """Check the results of a compiled config. Return a description of the error, or "" if the results are right.
+    """Check the results of a compiled config. Return a description of what is wrong, or "" if the results are right.
 
     The product with one-hot rows must equal columns of the dequantized weight. The product with ``x`` may have an error
     against fp64 of up to SLACK times the error of dequantize + matmul.

@@ -1,8 +1,7 @@
 """Replace bitsandbytes' and Unsloth's matmul of a few rows by the fused matmul.
 
-Results of the fused matmul are as accurate as those of dequantize + matmul, but not bit-identical. The same is true
-of bitsandbytes' own fused kernels. So the fused matmul is off unless ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto
-switches it on.
+Results of the fused matmul are as accurate as those of dequantize + matmul, but not bit-identical. The same is true of
+bitsandbytes' own fused kernels. So the fused matmul is off by default.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class FusedMatmul:
         """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
         Args:
-            weight: the weight [N, K]. Its dtype must be that of x.
+            weight: the weight [N, K], with x's dtype.
             out: the tensor for the result. If it is None, a new tensor is returned.
             adapter: the LoRA adapter whose product scale * (x @ A.T) @ B.T is added. It is not supported with ``out``.
         """
@@ -83,7 +82,10 @@ class FusedMatmul:
         return result
 
     def remember(self, key: Any, launch: matmul.MatmulLaunch | Reason) -> matmul.MatmulLaunch | Reason:
-        """Return ``launch``, and store it for later calls with the same key. Store neither a Reason nor a launch without a key."""
+        """Return ``launch``, and store it for later calls with the same key.
+
+        A Reason, and a launch without a key, are returned but not stored.
+        """
         if key is not None and type(launch) is not Reason:
             if len(self.launches) >= LIMIT:
                 self.launches.clear()

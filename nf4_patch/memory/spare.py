@@ -40,7 +40,7 @@ SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, an
 
 
 def nobody() -> None:
-    """Return None, as the weak reference to a freed tensor does."""
+    """Return None, as a weak reference to a freed tensor does."""
 
 
 def everything() -> int:
@@ -98,7 +98,7 @@ class Spare:
         self.why, self.numbers = Waits.TRAINING, ()
 
     def join(self, user: User) -> None:
-        """Share spare memory with this user, once two more training steps have shown how much they need."""
+        """Share spare memory with this user, after two more training steps have shown how much memory training needs."""
         with self.lock:
             if not self.users:
                 self.forget()
@@ -137,7 +137,7 @@ class Spare:
     def observe(self, x: Any) -> None:
         """Call ``observed`` so that its errors cannot interrupt the forward pass.
 
-        Consecutive calls with the same ``x`` count once per optimizer step, because nested functions all call this method.
+        Nested functions all call this method, so consecutive calls with the same ``x`` count once per optimizer step.
         """
         if self.stepped or self.latest_input() is not x:
             self.attempt(self.observed, x)
@@ -170,7 +170,7 @@ class Spare:
             self.look()
 
     def before_batch(self, features: int, rows: int, length: int) -> None:
-        """Give memory back unless one earlier batch had at least as many rows and at least as long sequences.
+        """Give memory back unless an earlier batch had at least as many rows and, at the same time, at least as long sequences.
 
         Only batches with the same number of features are compared, because this number differs between images and text.
         """
@@ -208,7 +208,10 @@ class Spare:
         runtime.empty_cache()
 
     def take(self) -> None:
-        """Share the memory that training leaves free, less the margin. PyTorch has reserved all that a training step needs."""
+        """Share the memory that training leaves free, less the margin.
+
+        By now, PyTorch has reserved all that a training step needs.
+        """
         found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)

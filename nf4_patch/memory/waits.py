@@ -1,4 +1,4 @@
-"""The reasons why no spare memory is known, as data for ``status()``. This module imports no torch."""
+"""The reasons why the amount of spare memory is unknown, as data for ``status()``. This module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
 A row is one token at one of its ``top_k`` experts. Around the two grouped products, by gate_up_proj and down_proj,
-transformers reads and writes all rows about ten times. On a GPU, two kernels replace this. One adds LoRA and applies the
-gate. The other applies the router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` holds the rows of
-every token, so the backward needs no scatter. On a CPU, and for generation, PyTorch operators run. Without LoRA, their
-results are bit-identical to those of transformers.
+transformers reads and writes all rows about ten times. On a GPU, two kernels do this work. The first adds LoRA and
+applies the gate. The second applies the router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` holds
+the rows of every token, so the backward needs no scatter. On a CPU, and for generation, PyTorch operators run. Without
+LoRA, their results are bit-identical to those of transformers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy that saves slot_of for the backward of ``Combined``, if that backward is ``needed``."""
+        """Return a copy of the order. If the backward of ``Combined`` is ``needed``, the copy saves slot_of for it."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -115,9 +115,9 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner]. gate and up are the halves of this sum.
+    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner]. gate and up are the halves of rows + addend.
 
-    Only the sum is saved. The sum is also a result, so that autograd can differentiate the backward.
+    Only rows + addend is saved. It is also a result, so that autograd can differentiate the backward.
     """
 
     @staticmethod
@@ -141,11 +141,12 @@ class Gated(torch.autograd.Function):
 class Weighted(torch.autograd.Function):
     """Multiply the gradient of the down projection's input by the router's weights.
 
-    The projection is linear, so the weights can multiply this gradient instead of the gradient of the output. The output
+    The projection is linear, so the weights can multiply this gradient instead of the output's gradient. The output
     then need not be saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns its input twice. The first result feeds the frozen projection, and its gradient is multiplied. The
-    second result feeds LoRA, and its gradient is only added, because ``products`` multiplies LoRA's product by the weights.
+    The forward returns its input twice. The first result feeds the frozen projection, and the weights multiply its
+    gradient. The second result feeds LoRA. The weights do not multiply its gradient again, because ``products`` already
+    multiplied LoRA's product.
     """
 
     @staticmethod
@@ -165,8 +166,8 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows.
 
-    ``Weighted`` applies the weights to the gradient. Under a checkpoint, ``Combined`` saves no tensor, because a recompute
-    ends at the last saved tensor, and should end before the down projection. The backward then reads slot_of from
+    ``Weighted`` applies the weights to the gradient. A recompute ends at the last saved tensor, and should end before
+    the down projection. So under a checkpoint, ``Combined`` saves no tensor. The backward then reads slot_of from
     ``Saved``, whose result is the argument ``saved``.
     """
 

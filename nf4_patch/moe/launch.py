@@ -75,9 +75,9 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width]. gate and up are the halves of this sum.
+    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width]. gate and up are the halves of rows + addend.
 
-    Without ``addend``, the sum is ``rows`` itself, not a copy.
+    Without ``addend``, the second result is ``rows`` itself, not a copy.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)

@@ -43,8 +43,8 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code does not
-                check this here, but autograd checks that no saved tensor was written to.
+            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code skips this check, because
+                autograd itself checks that no saved tensor was written to.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -98,15 +98,15 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    """Return y + addend in the dtype of y, without writing into y, which selective checkpointing might have saved."""
+    """Return y + addend in the dtype of y. Do not write into y, because selective checkpointing might have saved it."""
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def frees_saved_tensors() -> bool:
     """Return whether tensors that autograd saves now are freed soon, because a checkpoint's forward or recompute runs.
 
-    PyTorch calls only the innermost hooks on saved tensors. If these belong to ``save_on_cpu``, for example, they keep the
-    tensors, so the result is False.
+    PyTorch calls only the innermost hooks on saved tensors. Hooks such as those of ``save_on_cpu`` keep the tensors, so
+    the result is then False.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -132,7 +132,7 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def is_trained(self) -> bool:
-        """Return whether the weight itself gets a gradient, which a packed weight never does."""
+        """Return whether the weight itself gets a gradient. A packed weight never gets one."""
         return isinstance(self.stack, Tensor) and self.stack.requires_grad
 
     def trained(self) -> list[Tensor]:

@@ -55,7 +55,10 @@ class PackedExperts:
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Return a packed stack of the experts with the indices ``ids``, int64 [n], or a Reason if they cannot be separated."""
+        """Return a packed stack of the experts with the indices ``ids``, int64 [n].
+
+        If experts cannot be separated, return a Reason.
+        """
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         state, second, kind = self.state, self.state.state2, type(self.state)

@@ -36,7 +36,7 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the code values in a tensor that is made once per device and never freed, because launches keep its address.
+    """Return the code values on a device. The tensor is made once per device and never freed, because launches keep its address.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".

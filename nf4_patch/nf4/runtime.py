@@ -179,7 +179,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the driver's newest CUDA version as 1000 * major + 10 * minor, or 0 without a driver."""
+    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -197,7 +197,9 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, which ``build`` makes at the first use. Store an error too and raise it again, if it is permanent.
+    """Return ``built[key]``. ``build`` makes it at the first use.
+
+    Also store a permanent error, and raise it again at every later use.
 
     Raises:
         KernelUnavailable: ``build`` failed, which is stored, or a CUDA graph is being captured, which is not stored.
@@ -250,13 +252,14 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return a kernel's KernelEntry, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
+    """Return a kernel's KernelEntry. Compile it at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
 
     Args:
         arguments: sample arguments, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
         kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of 16.
-        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before its predecessor ends, so it must wait for that one's results (Triton >= 3.6, sm_90).
+        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends. It
+            must then wait for that kernel's results (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
@@ -272,7 +275,7 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream, compiling it at its first use; see ``compiled``.
+    """Launch a kernel on the current stream. Compile it at its first use (see ``compiled``).
 
     Args:
         grid: the grid, or None to compile without launching.

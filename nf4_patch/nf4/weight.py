@@ -22,7 +22,10 @@ LIMIT = 16384  # the maximum number of memos. A 70B model has 560 weights, and e
 
 
 class WeightMemo:
-    """Per-weight memo (launch, cache entry), shared by all targets and the custom op. Valid while the weight's fingerprint is the same."""
+    """Per-weight memo (launch, cache entry), shared by all targets and the custom op.
+
+    It is valid while the weight's fingerprint is the same.
+    """
 
     launch: Any = None  # the weight's Launch. It is built after the guards have checked the weight.
     entry: Any = None  # the weight's CacheEntry. The weight cache sets it, and checks at each read that it is valid.
@@ -48,8 +51,9 @@ class PackedWeight(NamedTuple):
     def memo(self) -> WeightMemo:
         """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        It is found by addresses, shape and dtype. One call into PyTorch then compares the tensors with the registered ones (class, dispatch keys, dtype, device, sizes, strides).
-        A match implies an equal fingerprint, in a third of the time.
+        Look the memo up by addresses, shape and dtype. One call into PyTorch then compares the tensors with the
+        registered ones (class, dispatch keys, dtype, device, sizes, strides). A match implies an equal fingerprint, and
+        takes a third of the time.
 
         Raises:
             AttributeError: a field is not a tensor.
@@ -106,7 +110,7 @@ class PackedWeight(NamedTuple):
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """Return the tensor that owns the packed bytes: a parameter, unless the bytes were computed or copied.
+        """Return the tensor that owns the packed bytes. It is a parameter, unless the bytes were computed or copied.
 
         Bytes that Inductor computed have no ``_base``. Their address and version counter do not identify the weight.
         """
@@ -141,7 +145,10 @@ class PackedWeight(NamedTuple):
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Return the largest power of two, up to 64, that divides K and the blocksize. A piece of a row of this length has one scale."""
+        """Return the largest power of two, up to 64, that divides K and the blocksize.
+
+        So many consecutive elements of a row share one scale.
+        """
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
     def nbytes(self) -> int:

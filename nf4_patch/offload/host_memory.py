@@ -1,6 +1,7 @@
 """Pinned host memory for packed weights, mapped into the GPU's address space.
 
-A tensor in it is still a CUDA tensor. Every operation works as before, only slower, because the GPU reads it over the bus.
+A tensor in this memory is still a CUDA tensor. Every operation works as before, but takes longer, because the GPU reads
+the tensor over the bus.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory. During a CUDA graph capture, which unpinning would break, leave it to the first call afterwards."""
+        """Unpin memory.
+
+        This would break a CUDA graph capture, so during a capture the memory waits for the next call of this method.
+        """
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
@@ -58,7 +62,10 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes. It keeps ``part`` alive."""
+        """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes.
+
+        The tensor keeps ``part`` alive.
+        """
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -72,7 +79,10 @@ Fingerprint = tuple[Any, ...]
 class HostBlock:
     """Pinned host memory of one decoder layer's packed weights, which are prefetched as a whole.
 
-    It lives as long as any CUDA tensor in it. MemoryError: allocation or pinning failed.
+    The block lives as long as any CUDA tensor in it.
+
+    Raises:
+        MemoryError: the memory cannot be allocated or pinned.
     """
 
     def __init__(self, capacity: int, device: torch.device):
@@ -106,7 +116,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return the slice of ``host`` with this tensor's bytes, or None if the tensor is not in the block as a whole."""
+        """Return the slice of ``host`` with this tensor's bytes, or None unless the whole tensor is in the block."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()
@@ -140,7 +150,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def no_block() -> None:
-    """Stand for "no block", as a weak reference to a freed block does."""
+    """Return None, as a weak reference to a freed block does. It stands for "no block"."""
 
 
 def living() -> list[HostBlock]:

@@ -1,6 +1,6 @@
-"""The options ``offload="6GiB"`` and ``offload="auto"``: packed weights take at most 6 GiB, or the spare memory, of each GPU.
+"""The options ``offload="6GiB"`` and ``offload="auto"``: packed weights take at most 6 GiB of each GPU, or its spare memory.
 
-The rest is kept in host memory.
+The other packed weights are kept in host memory.
 """
 
 from __future__ import annotations

@@ -86,9 +86,10 @@ class Prefetcher:
     def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Return ``run(copy)`` for the weight's resident copy, or for its copy in a prefetch buffer, which is made now if there is none.
+        """Return ``run(copy)`` for the weight's resident copy, or for its copy in a prefetch buffer, which is made now
+        if there is none.
 
-        None: the weight is a slice, which is not copied.
+        Return None if the weight is a slice, which is not copied.
         """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
         address = fingerprint[0]
@@ -170,7 +171,10 @@ class Prefetcher:
         self.count()
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """Record the read of ``block``. Predict the next block, which followed when ``block`` was last read after the same block."""
+        """Record the read of ``block``, and predict the next block.
+
+        The prediction is the block that came next when ``block`` was last read after the same predecessor.
+        """
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
@@ -179,7 +183,10 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Copy a host block into a buffer, once all earlier reads of the buffer are done. ``ahead``: this is a prefetch."""
+        """Copy a host block into a buffer, once all earlier reads of the buffer are done.
+
+        ``ahead`` tells that this is a prefetch.
+        """
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
         # these writes. A prefetch need not wait: a write changes a fingerprint, and ``read`` then copies the weight
@@ -210,7 +217,7 @@ class Prefetcher:
         buffer.arrived.record(self.stream)
 
     def empty(self, buffer: Buffer) -> None:
-        """Mark the buffer as empty, and let the copy stream wait for its reads."""
+        """Mark the buffer as empty, and let the copy stream wait for the reads of the buffer."""
         buffer.block = None
         self.wait(buffer)
 
@@ -259,9 +266,9 @@ class Prefetch(dequantizer.Prefetch):
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes at every write, or None if a write could go unnoticed.
+    """Return a fingerprint that changes at every write, or None if some writes would not change it.
 
-    An inference tensor has no version counter, and ``parameter.data`` has one of its own.
+    An inference tensor has no version counter, and ``parameter.data`` has a separate version counter.
     """
     packed, absmax, absmax2, *_ = weight
     if not isinstance(weight.owner(), torch.nn.Parameter):

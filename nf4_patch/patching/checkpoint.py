@@ -37,7 +37,10 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(function: Any) -> Checkpoint | None:
-    """Return the properties of a checkpoint function, or None if it is not PyTorch's or Unsloth's or has unknown options."""
+    """Return the properties of a checkpoint function.
+
+    Return None if it is neither PyTorch's nor Unsloth's, or has unknown options.
+    """
     function = function if type(function) is partial else partial(function)
     inner, options = function.func, dict(function.keywords)
     if function.args or any(options.pop(name, values[0]) not in values for name, values in HARMLESS.items()):

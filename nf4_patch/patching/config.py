@@ -48,7 +48,7 @@ def keeps_off(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Return a message for each environment variable NF4_PATCH_* that nf4_patch does not know."""
+    """Return a message for each environment variable that begins with NF4_PATCH_ and is unknown to nf4_patch."""
     names = [variable.name for variable in VARIABLES]
     unknown = sorted(name for name in os.environ if name.startswith("NF4_PATCH") and name not in names)
     meant = {name: difflib.get_close_matches(name, names, 1, 0.8) for name in unknown}
@@ -90,8 +90,9 @@ class Config:
     ) -> Config:  # fmt: skip
         """Return the configuration.
 
-        The value of an option is the argument's. Without an argument, it is the value in ``before``. Without ``before``,
-        it is the environment variable's. ``profile`` sets every option that none of them named.
+        An option gets the value of its argument. Without an argument, it keeps the value that it has in ``before``. If
+        ``before`` is None, it gets the value of its environment variable. ``profile`` sets the options that neither an
+        argument nor a variable has set.
 
         Args:
             environ: the environment variables, ``os.environ`` by default.

@@ -38,8 +38,8 @@ own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ 
 def returns_tensors(cls: type) -> bool:
     """Return whether PyTorch's operators return plain tensors for inputs of this class.
 
-    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit, but might not for a class with its own
-    ``__torch_dispatch__`` or ``__torch_function__``.
+    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit. For a class with its own ``__torch_dispatch__`` or
+    ``__torch_function__``, they might not.
     """
     if cls is torch.Tensor:
         return True
@@ -143,6 +143,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast is on with another dtype than that of ``A``, so that the original matmul casts ``A``."""
+    """Return whether autocast is on with a dtype other than A's, so that the original matmul casts ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

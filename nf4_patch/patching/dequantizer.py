@@ -82,7 +82,7 @@ prefetch = Prefetch()
 
 
 class Dequantizer:
-    """Dequantize weights for one target (a replaced library function), and count its hits.
+    """Dequantize weights for one target (a replaced library function), and count the target's hits.
 
     Args:
         target: the target's name.

@@ -1,7 +1,8 @@
-"""What each option did in this process: how many calls it handled, and why not the others.
+"""The effect of each option in this process: how many calls it handled, and why it refused other calls.
 
-A call of a target that belongs to two options counts for the option that a Reason names, such as ``ACTIVATIONS_BUDGET``.
-Otherwise it counts for the target's first option, or for the second if only that one is on or was used.
+Some targets belong to two options. Their calls count for the option that a Reason names, such as
+``ACTIVATIONS_BUDGET``. Other calls count for the target's first option, or for the second if only that one is on or was
+used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _said: set[str] = set()  # options whose effect was logged
 
 @dataclass(frozen=True)
 class Effect:
-    """What an option did in this process. ``status().options`` has one for each option."""
+    """The effect of an option in this process. ``status().options`` has one for each option."""
 
     value: str | int = "off"  # the current value; a size is in bytes
     typed: bool = False  # whether an argument or a variable set the value. If not, it is the profile's or the default
@@ -42,7 +43,10 @@ class Effect:
 
     @property
     def helps_little(self) -> bool:
-        """Return whether most calls that the option is meant for ran the original. Of a typed option, every call counts."""
+        """Return whether most calls that the option is meant for ran the original.
+
+        If the user typed the option, every call counts.
+        """
         meant = sum(n for name, n in self.refused.items() if Reason[name] not in NOT_MEANT)
         idle = self.typed and not self.used and counters.anything()
         return self.value != "off" and (idle or meant > self.used)
@@ -59,7 +63,7 @@ def effects() -> dict[str, Effect]:
 
 
 def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
-    """Return how many calls an option handled, and how many it refused by the Reason's name."""
+    """Return how many calls an option handled, and how many it refused for each Reason, by name."""
     targets = {target.name for target in TARGETS if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):
@@ -81,7 +85,7 @@ def in_use(name: str) -> bool:
 
 
 def owner(target: Target, reason: Reason | None = None) -> str:
-    """Return the option under which the target's calls are counted, or "" if it needs none."""
+    """Return the option under which the target's calls are counted, or "" if the target needs no option."""
     first, second = target.option, target.or_option
     if second and reason is not None:
         for name in (first, second):
@@ -93,7 +97,7 @@ def owner(target: Target, reason: Reason | None = None) -> str:
 
 
 def line(name: str, effect: Effect, told: set[str] | None = None) -> str:
-    """Describe an effect: how many calls, why not the others, and what to do. Both the status and the log say it.
+    """Describe an effect in one line for the status and the log: how many calls, why not more, and what to do.
 
     Args:
         told: names of Reasons that need no explanation. A Reason that is explained here is added.
@@ -152,12 +156,12 @@ def refused(target: str, reason: Reason) -> None:
 
 
 def is_idle(option: Option, effect: Effect, report: Any) -> bool:
-    """Return whether an option without ``calls`` is on and did nothing, as far as its report says."""
+    """Return whether an option that counts no ``calls`` is on but did nothing, according to its report."""
     return bool(option.idle) and effect.value != "off" and not report
 
 
 def say(name: str) -> None:
-    """Log what an option did, if that is little. Each option is logged once, and not by other ranks or workers."""
+    """Log what an option did, if it did little. Each option is logged once. Other ranks and workers do not log."""
     effect, option = effects()[name], OPTIONS[name]
     if option.idle and option.report is not None:
         is_little = counters.anything() and is_idle(option, effect, option.report(effect.value))

@@ -74,7 +74,7 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
-    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped ours."""
+    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped the replacement."""
     put_in_force(None)
 
 
@@ -112,10 +112,10 @@ def hook(target: Target) -> None:
 class Halfway(ModuleSpec):
     """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    Such a module might not have defined a target yet, or might define it again later. For example,
+    During its import, a module might not have defined a target yet, or might define it again later. For example,
     transformers.integrations.bitsandbytes imports bitsandbytes before it defines any class, and with NF4_PATCH=1 that
-    import turns the patch on. The spec notices the end of an import because Python then sets ``_initializing`` to
-    False, even if the import failed.
+    import turns the patch on. Python sets ``_initializing`` to False at the end of an import, even if the import
+    failed. This tells the spec that the import has ended.
     """
 
     _initializing: bool
@@ -138,7 +138,7 @@ def is_halfway(module: ModuleType) -> bool:
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
-    """Install the target. Log errors instead of raising them, because they would make the user's import fail."""
+    """Install the target. Errors are logged, not raised, because an error would make the user's import fail."""
     try:
         with lock:
             if (switch.on or target.permanent) and not any(

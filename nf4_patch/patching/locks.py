@@ -1,6 +1,7 @@
-"""Locks that a fork releases in the child process.
+"""Locks that are free in a forked child process.
 
-The child has only the thread that forked. A lock that another thread held would never be released there.
+The child has only the thread that forked. If another thread held a lock during the fork, no thread of the child could
+release it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The classes of environment variables and options. An option is a variable that is also an argument of ``enable``.
 
-Each option is defined in the module ``option`` of its own folder. To keep ``import nf4_patch`` cheap, such a module
-imports only this module and ``memory.waits`` from nf4_patch.
+Each option is defined in the module ``option`` of the option's folder. To keep ``import nf4_patch`` cheap, such a
+module imports only this module and ``memory.waits`` from nf4_patch.
 """
 
 from __future__ import annotations

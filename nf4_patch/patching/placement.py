@@ -65,7 +65,7 @@ class Installed:
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
     def why_displaced(self) -> str:
-        """Return a sentence that explains the state DISPLACED."""
+        """Return a sentence that explains why the target is in the state DISPLACED."""
         if why := refusal_of(self.target, self.current()):
             return f"another library put its own function in place, which cannot be replaced: {why}"
         return "another library put its own function in place; call enable() again to replace it"
@@ -154,9 +154,9 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_in_release(target: Target) -> bool:
-    """Return whether the installed release of the target's library is one of ``Target.releases``.
+    """Return whether the installed release of the target's library is in ``Target.releases``.
 
-    An older release may have a function with the same name and parameters, and call it in another way.
+    An older release may have a function with the same name and parameters, but call it in another way.
     """
     release = release_of(target.library)  # None for a checkout on PYTHONPATH
     return release is None or holds(release, target.releases)

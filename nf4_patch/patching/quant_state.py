@@ -15,7 +15,7 @@ new: Any = tuple.__new__
 
 
 def fields_of(packed: Tensor, state: Any) -> Any:
-    """Return the fields of a PackedWeight as a tuple, or the Reason why ``state`` lacks one. Dynamo can trace this function."""
+    """Return the fields of a PackedWeight as a tuple, or the Reason why ``state`` lacks a field. Dynamo can trace this function."""
     try:
         # This line does not use getattr. If the attribute is missing, getattr would make Dynamo trace
         # QuantState.__getattr__ and add guards for it.

@@ -8,7 +8,7 @@ from typing import final
 
 @final
 class Reason(enum.Enum):
-    """Why a call ran the original function. Each Reason has a sentence, and advice if the user can change something."""
+    """The reason why a call ran the original function. Each Reason has a sentence, and advice if the user can change something."""
 
     NOT_4BIT = "the weight has no bitsandbytes 4-bit quant_state (it is unquantized, fp8, NVFP4 or int4, or its state is a list)"
     NOT_CUDA = (

@@ -66,7 +66,10 @@ class Fallbacks:
         raise ValueError(f"{self.target}: {reason.sentence} ({reason.name}); {reason.advice}")
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
-        """Call ``function`` and return its result. If it returns a Reason or fails, count and return the Reason."""
+        """Call ``function`` and return its result. If the result is a Reason, count it.
+
+        If ``function`` fails, count and return a Reason.
+        """
         result: T | Reason
         try:
             result = function(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The command line ``nf4-patch``.
 
-Each command imports the module of its name only when the command runs, so that ``--help`` does not import torch. The
-modules of doctor and verify use neither click nor the console. They return a ``report.Report``, and call a
+Each command imports the module of the same name only when the command runs, so that ``--help`` does not import torch.
+The modules of doctor and verify use neither click nor the console. They return a ``report.Report``, and call a
 ``report.Progress``.
 """
 

@@ -180,7 +180,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 
 
 def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the lines that the user should type, by their purpose.
+    """Return the lines that the user should type, by the purpose of the line.
 
     Only a GPU that waits for Python needs batches of few lengths. A mixture must fit on the GPU with the least memory.
     """
@@ -246,7 +246,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[Judged], list[str]]:
-    """Return each target's state, and sentences about calls that would not get faster. Imports the libraries."""
+    """Import the libraries. Return the state of each target, and sentences about calls that would not get faster."""
     # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}

@@ -1,7 +1,7 @@
 """``nf4-patch doctor --measure``: time training steps on this machine's GPU, with and without the patch.
 
-One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so that layers are
-captured and caches are filled anew.
+One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so layers are
+captured and caches are filled in each turn.
 """
 
 from __future__ import annotations
@@ -157,7 +157,10 @@ def about(model: str) -> dict[str, str]:
 
 
 def turn(model: Any, tokens: int, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Train with these options, or without the patch if None. Then time steps with a learning rate of 0, whose losses are equal."""
+    """Train with these options, or without the patch if ``options`` is None.
+
+    Then time steps with a learning rate of 0, so that all losses are equal.
+    """
     try:
         with patch(options is not None, **options or {}):
             # one optimizer for all steps, because the first step of another one would drop cached weights and activations

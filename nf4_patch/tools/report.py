@@ -1,4 +1,4 @@
-"""Code that the commands share: the type of their reports, a way to show progress, and an error for impossible tasks."""
+"""Code that the commands share: the type of their reports, the display of progress, and an error for impossible tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def silent(text: str, done: int = 0, total: int | None = None) -> None:
 
 
 class Report(ABC):
-    """Result of a command: as data (``as_dict``, for --json), as text (``render``) and as an exit code.
+    """Result of a command, as data (``as_dict``, for --json), as text (``render``) and as an exit code.
 
     In JSON, a value that ``json`` cannot write becomes its ``str``.
     """

@@ -89,7 +89,7 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``file``, or append it to the list ``others`` of this run's first report there.
+    """Write ``data`` to ``file``. If an earlier report of this run is in the file, append ``data`` to its list ``others`` instead.
 
     To a device or a pipe, all reports are written one after another.
     """
@@ -122,9 +122,9 @@ def of_own_kernels() -> list[str]:
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Return a sentence that says how many dequantizations a cache would have saved, for a run without one.
+    """Return a sentence that says how many dequantizations a cache would have saved, if the run had none.
 
-    Half the room saves half as many, because weights that are read first stay cached.
+    A cache with half of this memory saves half as many, because weights that are read first stay cached.
     """
     if status.cache.mode != "off" or not any(each.weights for each in status.shapes):
         return []

@@ -93,7 +93,7 @@ def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **optio
 
 
 def with_liger(model: Any) -> str:
-    """Apply Liger's kernels to a model if possible. Return a phrase that says whether they are used."""
+    """Apply Liger's kernels to a model if possible. Return words that say whether they are used."""
     if not release_of("liger_kernel") or not torch.cuda.is_available():
         return "without Liger"
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -145,7 +145,7 @@ def synchronize() -> None:
 
 
 def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
-    """Return the wall-clock milliseconds of a step in each round, which synchronizes only after ``steps`` steps."""
+    """Return the milliseconds of a step in each round, in wall-clock time. A round synchronizes only after ``steps`` steps."""
     found = []
     for _ in range(rounds):
         synchronize()

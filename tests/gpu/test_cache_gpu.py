@@ -1,4 +1,4 @@
-"""The cache on a GPU: what the allocator takes, streams, captured graphs, trainings with and without it, its own size."""
+"""The cache on a GPU: the memory that the allocator takes, streams, captured graphs, and training with and without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two GPUs, one process each: DDP and FSDP2 with bf16 storage. The same bits, hits counted, no half weight decoded."""
+"""DDP and FSDP2 with bf16 storage, with one process on each of two GPUs.
+
+Results are bit-identical, and no shard of a weight is decoded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def test_a_shard_is_refused_by_name(tmp_path):
 
 
 def test_gradients_of_sharded_experts_are_the_mean_of_what_each_computes_alone(tmp_path):
-    """Over NCCL. The rows that it prints say how far the router's own choices take them apart."""
+    """Run over NCCL. The printed rows say how much of the error comes from different choices of the router."""
     program = Path(__file__).parents[1] / "programs" / "experts_sharded.py"
     output = run([sys.executable, *TORCHRUN, str(program)], tmp_path)
     print(output)

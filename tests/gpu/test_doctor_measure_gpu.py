@@ -1,4 +1,4 @@
-"""nf4-patch doctor --measure on a GPU: its sides run, agree and leave nothing behind."""
+"""``nf4-patch doctor --measure`` on a GPU: its configurations run, their losses agree, and nothing is left in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Every example at real size on the GPU (four layers of a Llama-3.1-8B): the bits of the run without the patch.
+"""Every example at real size on the GPU, with four layers of a Llama-3.1-8B: results are bit-identical to a run without the patch.
 
-Every call is a hit or deferred, graphs and breaks are as without. With cached weights the bits are the same too.
+Every call is a hit or deferred. Graphs and graph breaks are those of a run without the patch. Cached weights change no
+bit either.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WITH_LIGER = (Path(__file__).parents[1] / "programs" / "with_liger.py",)
     ids=["peft", "trl", "liger"],
 )
 def test_training(script, options, launcher, checkpoint, tmp_path):
-    """Alone, and with Liger's kernels around the same linears."""
+    """Train without Liger's kernels, and with these kernels around the same linear layers."""
     if launcher:
         pytest.importorskip("liger_kernel")
     arguments = ("--model", checkpoint, "--steps", 120, "--tokens", 512, *options)
@@ -44,7 +45,10 @@ def test_training(script, options, launcher, checkpoint, tmp_path):
 @pytest.mark.parametrize("script", ["qlora_peft.py", "qlora_trl.py"])
 @pytest.mark.parametrize("launcher", [(), WITH_LIGER], ids=["alone", "liger"])
 def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
-    """Norms and adapters in fp32 under autocast, and as TRL trains; the losses of peft's own within bf16's noise, nothing refused."""
+    """Train with norms and adapters in fp32 under autocast, and as TRL trains.
+
+    Losses equal peft's within the noise of bf16, and no call is refused.
+    """
     if launcher:
         pytest.importorskip("liger_kernel")
     same = ["--same-bits"] * (script == "qlora_peft.py")
@@ -58,7 +62,7 @@ def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
 
 
 def test_recipe(checkpoint, tmp_path):
-    """Every switch of docs/recipes.md at once: layers replay, the cache is read, LoRA runs in one function."""
+    """Turn on every switch of docs/recipes.md at once. Layers replay, the cache is read, and LoRA runs in one function."""
     pytest.importorskip("liger_kernel")
     arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
     off = run_example("qlora_trl.py", *arguments, folder=tmp_path, patch=False)
@@ -72,7 +76,7 @@ def test_recipe(checkpoint, tmp_path):
 
 
 def test_demo(tmp_path):
-    """The main job: four trainings and their step times."""
+    """Run the demo, which trains four times and times the steps."""
     output = run([sys.executable, EXAMPLES / "demo.py", "--steps", 4, "--png", "demo.png"], tmp_path)
     assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit."), output
     assert sum(map(int, re.findall(r"(\d+) calls in the kernel, fallbacks: none", output))) == 4 * LINEARS * PASSES
@@ -80,7 +84,7 @@ def test_demo(tmp_path):
 
 
 def test_peft_compiled(checkpoint, tmp_path):
-    """Inductor does not repeat to the bit: two runs of stock were 1e-3 apart after 8 steps (H200, torch 2.11)."""
+    """Inductor's results are not reproducible: two runs without the patch differed by 1e-3 after 8 steps (H200, torch 2.11)."""
     arguments = ("--model", checkpoint, "--steps", 40, "--tokens", 512, "--compile", "--same-bits")
     on, off = (run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=patch) for patch in (True, False))
     assert on["losses"][:8] == pytest.approx(off["losses"][:8], rel=2**-8)
@@ -89,7 +93,7 @@ def test_peft_compiled(checkpoint, tmp_path):
 
 
 def test_unsloth(checkpoint, tmp_path):
-    """Unsloth >= 2026.10 keeps its own kernel inside its compiled layers: deferred, never slower."""
+    """The compiled layers of Unsloth >= 2026.10 run Unsloth's own kernel, so their calls are deferred."""
     arguments = ("--model", checkpoint, "--steps", 120, "--rows", 1, "--tokens", 512, "--same-bits")
     on, off = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path)
     assert hits(on) > 0 and set(fallbacks(on)) <= {"DEFERRED"}
@@ -97,14 +101,17 @@ def test_unsloth(checkpoint, tmp_path):
 
 
 def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_path):
-    """From 2026.10 on it compiles each layer and keeps its own kernel there: eager shows every call."""
+    """Unsloth >= 2026.10 compiles each layer and runs its own kernel there. Eager layers show every call."""
     arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512, "--same-bits")
     on, _ = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
     assert hits(on) >= 20 * LINEARS * PASSES and not fallbacks(on)  # 2026.10.9 makes more calls than 21 a layer
 
 
 def test_unsloths_layers_as_graphs(checkpoint, tmp_path):
-    """Inputs of 4 MiB, which Unsloth moves to host memory. In short sequences the backward of flash attention is deterministic."""
+    """Inputs have 4 MiB, so Unsloth moves them to host memory.
+
+    The backward of flash attention is deterministic for short sequences.
+    """
     arguments = ("--model", checkpoint, "--steps", 20, "--rows", 4, "--tokens", 128, "--same-bits")
     off = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, patch=False)
     on = run_example("qlora_unsloth.py", *arguments, folder=tmp_path, NF4_PATCH_GRAPHS="auto")
@@ -120,7 +127,10 @@ def test_generate(checkpoint, tmp_path):
 
 
 def test_grpo(checkpoint, tmp_path):
-    """Rollouts of 16 rows run in the fused matmul: other bits, as many tokens. The training passes have 1,536 rows."""
+    """Rollouts of 16 rows run in the fused matmul, which changes bits but not the number of tokens.
+
+    Training passes have 1,536 rows.
+    """
     arguments = ("--model", checkpoint, "--steps", 4)
     on, off = (run_example("grpo_trl.py", *arguments, folder=tmp_path, patch=patch) for patch in (True, False))
     print(on["rollouts"], off["rollouts"])
@@ -134,7 +144,7 @@ def test_grpo(checkpoint, tmp_path):
     "options", [(), ("--adamw-8bit", "--rank", 8, "--checkpointing", "--liger-loss"), ("--attention-only",)], ids=str
 )
 def test_mixture(options, tmp_path):
-    """Small, with random weights: it learns in every mode, and says what each takes."""
+    """A small mixture with random weights learns in every mode, and reports its memory."""
     on = run_example("qlora_moe.py", "--steps", 20, *options, folder=tmp_path)
     print(on["bytes"], fallbacks(on))
     assert hits(on) > 0 and on["losses"][-1] < on["losses"][0]
@@ -172,7 +182,7 @@ def test_two_hundred_steps_with_cached_weights(name, checkpoint, tmp_path):
 
 
 def test_the_notebook_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
-    """t4_colab.ipynb, whose cells are plain Python, in one namespace; the first one finds everything installed."""
+    """Run the cells of t4_colab.ipynb, which are plain Python, in one namespace. The first cell finds everything installed."""
     monkeypatch.setenv("NF4_NOTEBOOK_RESULTS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)

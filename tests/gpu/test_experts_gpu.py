@@ -1,5 +1,8 @@
-"""Mixtures of experts at real size (two layers) on the GPU: a hundred steps to the bit, and the dense stacks not saved; their
-loading; and what only a GPU shows: its grouped products, autocast, fp16, sizes beyond 2^31, streams, Liger's own kernels."""
+"""Mixtures of experts with two layers of real size on the GPU.
+
+A hundred steps are bit-identical, and no dense stack is saved. Other tests cover loading, and what only a GPU shows:
+its grouped products, autocast, fp16, sizes beyond 2^31, streams, and Liger's own kernels.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 
 def train(model, patch: bool, steps: int, cache: str = "off"):
-    """Losses, adapters and the peak memory of a step."""
+    """Train, and return the losses, the adapters and the peak memory of a step."""
     nf4_patch.enable(experts="4bit", cache=cache) if patch else nf4_patch.disable()
     adapters = training.optimizer_of(model).param_groups[0]["params"]
     optimizer = torch.optim.AdamW(adapters, lr=1e-4)
@@ -47,7 +50,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name, monkeypatch):
-    """In PyTorch, beside transformers' forward."""
+    """Compare nf4_patch's forward in PyTorch with transformers' forward."""
     monkeypatch.setattr(launch, "supports", lambda tensor: False)
     model = training.peft_model(experts.CONFIGURATIONS[name](), LINEARS[:4])
     model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat next to other work (H200)
@@ -85,7 +88,7 @@ SIZES = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "
     ("places", "storage"), [({"": 0}, torch.uint8), ({"": 0}, torch.bfloat16), ("auto", torch.uint8)], ids=str
 )
 def test_packed_while_loading(name, places, storage, tmp_path):
-    """The packed model, two stacks in 16 bits and an eighth of one: nothing else is ever on the GPU."""
+    """The GPU never holds more than the packed model, two stacks in 16 bits and an eighth of a stack."""
     sizes = SIZES if name == "qwen3" else {"hidden_size": 1024, "intermediate_size": 512, "num_local_experts": 32}
     stacks = saved(random_model(name, **sizes), tmp_path)
     largest = max(stack.nbytes for stack in stacks.values())
@@ -116,7 +119,7 @@ def test_packed_while_loading(name, places, storage, tmp_path):
 
 @pytest.fixture
 def forwards(patched, monkeypatch):
-    """Sets how the forward runs: by kernels, or in PyTorch as transformers' own."""
+    """Return a function that sets whether the forward runs in kernels or, as transformers' does, in PyTorch."""
     patched.enable(experts="4bit")
 
     def choose(ours: bool) -> None:
@@ -126,7 +129,7 @@ def forwards(patched, monkeypatch):
 
 
 def fixed(router, inputs, output):
-    """Hook of a router: which experts a token is sent to depends on its place alone, so that no rounding can change it."""
+    """Hook a router so that a token's place alone decides the experts of the token. Rounding can then not change the choice."""
     *others, ids = output
     slots = torch.arange(ids.numel(), device=ids.device) * 5 % router.weight.shape[0]
     return *others, slots.view(ids.shape).to(ids.dtype)
@@ -137,7 +140,7 @@ def routers_of(model):
 
 
 def test_fp16_is_finite_where_transformers_forward_is(forwards):
-    """Fifteen steps under a GradScaler, whose first scales overflow."""
+    """Run fifteen steps under a GradScaler. The first scales overflow."""
 
     def steps(ours):
         forwards(ours)
@@ -170,7 +173,10 @@ def test_fp16_is_finite_where_transformers_forward_is(forwards):
 
 
 def test_a_grouped_product_of_a_transposed_view():
-    """As of its contiguous copy, and as of the experts one by one: pytorch #186365. Both sides, as forward and backward do."""
+    """The product equals that of a contiguous copy, and the products of single experts (pytorch #186365).
+
+    Both operands are views, as in forward and backward.
+    """
     grouped = transformers.integrations.moe._grouped_mm
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
@@ -197,7 +203,7 @@ TOKENS = 2**31 // (WIDTH * TOP_K) + 64
 
 @pytest.fixture
 def far():
-    """The order of the rows of TOKENS tokens, and tokens that have the first and the last rows."""
+    """Return the order of the rows of TOKENS tokens, and the tokens that have the first and the last rows."""
     generator = torch.Generator().manual_seed(0)
     order = Order.of(torch.rand(TOKENS, 16, generator=generator).topk(TOP_K).indices.cuda(), 16)
     assert len(order.slot_of) * WIDTH > 2**31
@@ -239,7 +245,7 @@ def test_gating_rows_beyond_int32():
 
 
 def test_grouped_products_of_rows_beyond_int32(far):
-    """PyTorch's: a large input, then a large output."""
+    """Run PyTorch's grouped products, first with a large input, then with a large output."""
     order, _ = far
     for width, out in ((WIDTH, 64), (64, WIDTH)):
         x, weight = filled(len(order.slot_of), width), filled(16, width, out)
@@ -259,7 +265,7 @@ def fields_of(layer):
 
 @pytest.mark.parametrize("cache", ["off", "1GiB"])
 def test_two_buffers_that_a_stream_refills(cache, patched):
-    """Layers take turns in two places of memory (bitsandbytes #2034): each has its own output and gradient."""
+    """Layers alternate between two places in memory (bitsandbytes #2034). Each layer has the right output and gradient."""
     device = torch.device("cuda")
     layers = [linear(device, 1024, 1024, seed=seed) for seed in range(8)]
     x = torch.randn(600, 1024, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -287,7 +293,7 @@ def test_two_buffers_that_a_stream_refills(cache, patched):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["one stream", "two streams"])
 def test_trls_activation_offloading_gets_nothing_dense(streams, patched):
-    """The gradients of a step without it, to the bit, also with a reentrant checkpoint inside."""
+    """Gradients are bit-identical to those of a step without offloading, also with a reentrant checkpoint inside."""
     offloading = pytest.importorskip("trl.models.activation_offloading")
     patched.enable(experts="4bit")
     model = with_lora(model_of("qwen3", lora=False))
@@ -316,7 +322,7 @@ OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linea
 
 
 def test_with_ligers_own_kernels(patched, monkeypatch):
-    """Experts in 16 bits train as with Liger and peft without the patch."""
+    """Experts in 16 bits train as with Liger and peft alone."""
     liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)

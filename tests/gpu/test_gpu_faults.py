@@ -1,4 +1,4 @@
-"""Failure injection where the kernel is compiled: compiler, cache directory, launcher, memory, freed storage."""
+"""Injected faults with a compiled kernel: in the compiler, cache directory, launcher and memory, and with freed storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """The patch is on, no kernel is compiled, nothing is remembered from one test to the next."""
+    """Turn the patch on, without compiled kernels or remembered launches of earlier tests."""
     monkeypatch.setattr(compilation, "_kernels", {})
     nf4_patch.enable()
 
@@ -65,7 +65,7 @@ def test_the_original_runs_where(failure, fresh, monkeypatch):
 
 @contextlib.contextmanager
 def out_of_memory():
-    """Less than 8 MiB are left, whatever earlier tests left in the allocator, and a call inside raises."""
+    """Leave less than 8 MiB of memory, whatever earlier tests left in the allocator. A call inside the context raises an error."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
@@ -106,7 +106,7 @@ def test_the_buffer_after_a_failed_growth(fresh):
 
 
 def test_a_cache_directory_that_cannot_be_written():
-    """Triton raises; the training goes on with the original, and the reason is in status()."""
+    """Triton raises an error, training continues with the original, and status() has the Reason."""
     python(
         """
     import torch, bitsandbytes.functional as F, nf4_patch

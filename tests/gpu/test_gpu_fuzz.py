@@ -1,6 +1,7 @@
-"""Random and malformed states on the GPU: kernel or named fallback, the original's bits, nothing written outside.
+"""Random and malformed states on the GPU end in the kernel or in a named fallback, with the original's bits and no
+write outside the result.
 
-`python scripts/check_kernel.py fuzz 40000 --seed 1` is the same with more cases.
+``python scripts/check_kernel.py fuzz 40000 --seed 1`` does the same with more cases.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def test_random_states(blocksize):
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_fused_matmul_refuses_no_state_that_the_dequantization_runs(dtype, nested):
-    """5,000 in all: every blocksize, K from 16 on, weights off 16 bytes, which it refuses. Where the table has the size."""
+    """Try 5,000 states in all, with every blocksize and K from 16 upwards, for sizes in the table.
+
+    Only packed weights that are not 16-byte aligned are refused.
+    """
     ended = fuzz_products(1250, 1, dtype, nested)
     assert ended["hits"] >= 800 and set(ended) <= {"hits", "NOT_FASTER", "unaligned"}, ended
 
@@ -51,7 +55,7 @@ def test_the_fused_matmul_refuses_no_state_that_the_dequantization_runs(dtype, n
     ],
 )
 def test_compute_sanitizer(what, tool):
-    """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds."""
+    """Turn PyTorch's caching allocator off, because inside its blocks no access would be out of bounds."""
     if what != "dequantize" and torch.cuda.get_device_capability() not in {row.capability for row in SMALL_M_ROWS}:
         pytest.skip("no row of the fused matmul's table is for this GPU")
     tests = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, graphs, sizes past 2^31, a result over its own input."""
+"""Launches on a GPU: streams, graphs, sizes beyond 2^31, and a result that overlaps its input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_than_2_31_elements(dtype):
-    """64-bit offsets: blocks at both ends and around 2^31 of a weight of 2^31 + 32768 elements (8 GiB in fp32)."""
+    """Offsets need 64 bits.
+
+    Compare blocks at both ends of a weight with 2^31 + 32768 elements (8 GiB in fp32), and blocks around 2^31.
+    """
     n = 2**31 + 32768
     packed = torch.randint(0, 256, (n // 2, 1), dtype=torch.uint8, device=CUDA)
     absmax = torch.randint(0, 256, (n // 64,), dtype=torch.uint8, device=CUDA)
@@ -82,7 +85,7 @@ def test_cuda_graph():
 
 @pytest.mark.parametrize(("owner", "name"), [(compilation, "_kernels"), (codes, "_remembered")], ids=["kernel", "code"])
 def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch):
-    """The capture survives."""
+    """The first use is refused, and the capture succeeds."""
     packed, state = quantized((96, 64), torch.float16, CUDA, blocksize=2048)
     monkeypatch.setattr(owner, name, {})
     server = Dequantizer("test")
@@ -98,7 +101,7 @@ def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeypatch):
-    """Compiled before, then without a kernel: the graph has the plain formula, and the bits of bitsandbytes."""
+    """The code was compiled before, but no kernel is ready. The graph has the plain formula, with the bits of bitsandbytes."""
     packed, state = quantized((96, 64), torch.bfloat16, CUDA, nested=nested, quant_type=quant_type)
     want = F.dequantize_4bit(packed, state)
     nf4_patch.enable()

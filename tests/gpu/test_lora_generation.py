@@ -1,4 +1,4 @@
-"""A few rows with a LoRA adapter on the GPU: the two launches, in a CUDA graph, and inside generate()."""
+"""Few rows with a LoRA adapter on the GPU: the two launches alone, in a CUDA graph, and inside generate()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def factors(n, k, rank, dtype, size=0.02):
 @pytest.mark.parametrize(("rank", "dtype"), [(16, BF16), (8, FP32), (20, BF16), (32, FP32), (64, BF16), (128, BF16)])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_as_accurate_as_peft(n, k, rank, dtype):
-    """Every row count's kernel, with a small adapter and one that is larger than the base's product."""
+    """Try the kernel of every row count, with a small adapter and with an adapter whose product is larger than the base product."""
     packed, state = quantized((n, k), BF16, CUDA)
     weight = layout_of(packed, state)
     truth_weight, bias = exact(weight), torch.randn(n, device=CUDA).to(BF16)
@@ -52,7 +52,7 @@ def test_as_accurate_as_peft(n, k, rank, dtype):
 
 
 def adapted(layers=2, dtype=BF16, rank=16):
-    """A random Llama in 4 bits with an adapter on all linear layers."""
+    """Return a random Llama in 4 bits with an adapter on all linear layers."""
     config = config_of(Shape(2048, 4096, layers, 16, 4), BF16)
     options = {"r": rank, "lora_alpha": rank, "target_modules": list(LINEARS)}
     model = peft.get_peft_model(build_4bit(config, CUDA).eval(), peft.LoraConfig(**options)).eval()
@@ -64,7 +64,7 @@ def adapted(layers=2, dtype=BF16, rank=16):
 
 
 def step(model):
-    """An optimizer step, in place."""
+    """Run an optimizer step in place."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     torch.manual_seed(2)
     for p in parameters:
@@ -100,7 +100,10 @@ def test_a_cuda_graph_follows_its_input_and_the_adapter(dtype, auto):
 
 @torch.no_grad()
 def test_the_first_call_inside_a_capture_is_pefts(monkeypatch):
-    """Nothing compiles there. peft's layer runs, with bitsandbytes' or the fused matmul, and the call is counted."""
+    """No kernel compiles during a capture.
+
+    So peft's layer runs, with bitsandbytes' matmul or the fused matmul, and the call is counted.
+    """
     layer = layer_of(adapted(1, rank=24))
     x = torch.randn(3, 1, 2048, device=CUDA).to(BF16)
     want = layer(x)
@@ -115,7 +118,7 @@ def test_the_first_call_inside_a_capture_is_pefts(monkeypatch):
 
 
 def generated(model, prompt, **options):
-    """The logits of each new token [tokens, batch, vocabulary], and the tokens."""
+    """Return the logits of each new token, [tokens, batch, vocabulary], and the tokens."""
     result = model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False,
         cache_implementation="static", return_dict_in_generate=True, output_logits=True, **options,
@@ -124,7 +127,7 @@ def generated(model, prompt, **options):
 
 
 def assert_alike(got, want):
-    """The logits agree for as long as the tokens do: afterwards the inputs differ."""
+    """Check that logits agree up to the first token that differs. After it, the inputs differ."""
     (logits, tokens), (stock, stock_tokens) = got, want
     same = (tokens == stock_tokens).long().cumprod(1).bool()
     compared = torch.cat((torch.ones_like(same[:, :1]), same[:, :-1]), 1).t()
@@ -135,7 +138,7 @@ def assert_alike(got, want):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("option", ["off", "fused"])
 def test_generate_compiled_with_a_static_cache(batch, option):
-    """transformers compiles the decode step, with no more graphs and breaks than stock, and none more after an optimizer step."""
+    """transformers compiles the decode step with as many graphs and breaks as without the patch. An optimizer step adds none."""
     from torch._dynamo.utils import counters as dynamo
 
     model = adapted()
@@ -144,7 +147,7 @@ def test_generate_compiled_with_a_static_cache(batch, option):
     start = [p.detach().clone() for p in trained]
 
     def before_and_after_a_step():
-        """The results, and how many graphs and breaks there were before the step and after it."""
+        """Return the results, and the numbers of graphs and breaks before and after an optimizer step."""
         torch._dynamo.reset()
         dynamo.clear()
         results, counts = [], []
@@ -171,7 +174,7 @@ def test_generate_compiled_with_a_static_cache(batch, option):
 
 @torch.no_grad()
 def assert_greedy(model, prompts, results):
-    """Each token has the largest logit in peft's own forward over the whole sequence, apart from rounding."""
+    """Check that each token has the largest logit in peft's own forward over the whole sequence, except for rounding."""
     assert len(results) == len(prompts)
     for prompt, tokens in zip(prompts, results, strict=True):
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=CUDA)).logits[0].float()
@@ -182,7 +185,10 @@ def assert_greedy(model, prompts, results):
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_continuous_batching(in_graphs):
-    """transformers' generate_batch, eager and in its CUDA graphs; the next rollout uses the adapter of the last optimizer step."""
+    """Run transformers' ``generate_batch`` eagerly and in its CUDA graphs.
+
+    The next rollout uses the adapter of the last optimizer step.
+    """
     generation = pytest.importorskip("transformers.generation")
     if not hasattr(generation, "ContinuousBatchingConfig"):
         pytest.skip("transformers has no ContinuousBatchingConfig")

@@ -1,4 +1,4 @@
-"""A GPU without a table: the first use of a size measures it, with the real kernels, and leaves the caller's state alone."""
+"""On a GPU without a table, the first use of a size measures the real kernels, and does not change the caller's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture
 def unknown(monkeypatch):
-    """No table ships for this GPU, and nothing is measured yet. The list of measurements that were made."""
+    """Remove the shipped table and all measurements. Return the list of new measurements."""
     monkeypatch.setattr(choice, "has_table", lambda capability: False)
     monkeypatch.setattr(choice, "_configs", {})
     monkeypatch.setattr(choice, "measurements", {})
@@ -116,7 +116,7 @@ def test_a_first_use_in_a_capture_runs_the_original_and_stands(unknown):
 
 
 def test_the_first_use_in_a_compiled_model_with_cuda_graphs(unknown, fresh_dynamo):
-    """The warm-up of the compiled code measures, and its private memory pool stays consistent."""
+    """The warm-up of the compiled code measures, and the code's private memory pool stays consistent."""
     model = torch.nn.Sequential(linear(*SHAPE), linear(*SHAPE)).eval()
     compiled = torch.compile(model, mode="reduce-overhead")
     x = x_of(8)

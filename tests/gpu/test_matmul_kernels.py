@@ -1,6 +1,7 @@
-"""The kernels of the fused matmul on the GPU: their bits, their error, the same result at every run.
+"""The kernels of the fused matmul on the GPU: their bits, their error, and equal results in every run.
 
-With the configs of the table, and the code that a T4 would run: PTX built for sm_75 and launched as on its 40 multiprocessors.
+The kernels are those of the table, and the code that a T4 would run: PTX for sm_75, launched as on the T4's 40
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FEW_SMALL = (*SMALL[1:8:2], (1003, 4096, 64), (4096, 1024, 64), (520, 8192, 64),
 
 
 class Kernel(NamedTuple):
-    """One of them: ``multiply(x, layout, bias=None, out=None)``, and (N, K, blocksize, M) to try."""
+    """A kernel under test: ``multiply(x, layout, bias=None, out=None)``, and the (N, K, blocksize, M) to try."""
 
     name: str
     multiply: Callable[..., torch.Tensor]
@@ -66,7 +67,7 @@ def on_a_t4(config, x, layout, bias=None, out=None):
 
 
 def few_rows(x, layout, bias=None, out=None):
-    """With the table's config for these sizes, also where dequantize + matmul is faster."""
+    """Multiply with the table's config for this size, even if dequantize + matmul is faster."""
     (n, k), capability = layout.shape, torch.cuda.get_device_capability()
     config = launch.first_config(SMALL_M_ROWS, capability, x.numel() // k, n, k, runtime.multiprocessors(x.device))
     return multiply(x, layout, bias, config, out)
@@ -88,7 +89,7 @@ SM_75 = list(map(sm_75_kernel, SMALL_M_CANDIDATES))
 
 
 def over(kernels):
-    """Parametrizes a test over kernels and their dtypes."""
+    """Parametrize a test over kernels and their dtypes."""
     pairs = [(kernel, dtype) for kernel in kernels for dtype in kernel.dtypes]
     return pytest.mark.parametrize(
         ("kernel", "dtype"), pairs, ids=[f"{kernel.name}-{dtype}" for kernel, dtype in pairs]
@@ -100,14 +101,14 @@ candidates = pytest.mark.parametrize("kernel", SM_75, ids=lambda kernel: kernel.
 
 
 def poisoned(m, n, dtype):
-    """A result of NaN; memory that the sums of parts of K are likely to get holds NaN too."""
+    """Return a result tensor full of NaN. Memory that the partial sums of split K are likely to get holds NaN too."""
     torch.full((T4_PROCESSORS * m * n,), float("nan"), device=CUDA)
     return torch.full((m, n), float("nan"), dtype=dtype, device=CUDA)
 
 
 @functools.lru_cache(maxsize=2)
 def weight_of(n, k, blocksize, dtype, nested, quant_type):
-    """A layout, and the weight in fp64 and as bitsandbytes dequantizes it."""
+    """Return a layout, and its weight in fp64 and as bitsandbytes dequantizes it."""
     packed, state = quantized((n, k), dtype, CUDA, blocksize, nested, quant_type, seed=n)
     layout = layout_of(packed, state)
     return layout, exact(layout), F.dequantize_4bit(packed, state)
@@ -117,7 +118,7 @@ def weight_of(n, k, blocksize, dtype, nested, quant_type):
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @nested_and_flat
 def test_one_hot_rows_return_the_bits_of_dequantize(kernel, dtype, quant_type, nested):
-    """What it multiplies by is what dequantize writes."""
+    """The kernel multiplies by exactly the bits that dequantize writes."""
     for n, k, blocksize, m in kernel.few_cases:
         layout, _, want = weight_of(n, k, blocksize, dtype, nested, quant_type)
         columns = torch.randint(0, k, (m,), device=CUDA)
@@ -127,7 +128,10 @@ def test_one_hot_rows_return_the_bits_of_dequantize(kernel, dtype, quant_type, n
 
 @over(SMALL_M + SM_75)
 def test_an_offset_of_16_bits(kernel, dtype):
-    """As in a checkpoint that was saved in that dtype as a whole; one after the other, each by code of its own."""
+    """A checkpoint that was cast as a whole has such an offset.
+
+    Each dtype of the offset has its own code, so try them one after another.
+    """
     n, k, blocksize, m = kernel.few_cases[0]
     exact_layout, _, before = weight_of(n, k, blocksize, dtype, True, "nf4")
     columns = torch.randint(0, k, (m,), device=CUDA)
@@ -143,7 +147,7 @@ def test_an_offset_of_16_bits(kernel, dtype):
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @nested_and_flat
 def test_as_accurate_as_dequantize_and_linear_and_the_same_at_every_run(kernel, dtype, quant_type, nested):
-    """Against fp64, over tails of M, N and K, with and without a bias."""
+    """Compare with fp64, with and without a bias. In some cases, M, N and K are no multiples of the tile sizes."""
     missed = []
     torch.manual_seed(0)
     for n, k, blocksize, m in kernel.cases if nested else kernel.few_cases:
@@ -242,7 +246,10 @@ def test_first_use_inside_a_capture_is_named(nothing_compiled):
 @candidates
 @nested_and_flat
 def test_the_fused_matmul_has_the_bits_of_its_emulation(kernel, nested):
-    """1 to 64 rows: every sum in the order of the PTX, with the tensor cores of the H200 as tests/support/matmul_emulation.py has them."""
+    """Try 1 to 64 rows.
+
+    The emulation in tests/support/matmul_emulation.py adds in the order of the PTX, as the H200's tensor cores do.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("what a tensor core does below fp32's last bit is modelled for an H200")
     torch.manual_seed(0)
@@ -257,7 +264,7 @@ def test_the_fused_matmul_has_the_bits_of_its_emulation(kernel, nested):
 
 @candidates
 def test_small_integers_are_exact(kernel, monkeypatch):
-    """Weights and X of -1, 0 and 1: no sum is rounded whatever the tensor cores do, so this holds for a T4's as well."""
+    """If weights and X hold only -1, 0 and 1, no sum is rounded. So the test also holds for the tensor cores of a T4."""
     monkeypatch.setitem(codes.CODES, "small", tuple(float(i % 3 - 1) for i in range(16)))
     for n, k in ((1003, 4096), (96, 14336), (4003, 448)):
         packed, state = quantized((n, k), torch.float16, CUDA, nested=False)

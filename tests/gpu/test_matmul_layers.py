@@ -1,4 +1,4 @@
-"""The fused matmul on the GPU, reached through the layers and functions of bitsandbytes and Unsloth."""
+"""The fused matmul on the GPU, called through the layers and functions of bitsandbytes and Unsloth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def hits():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear4bit_hits_it_and_off_has_its_own_bits(auto, bias):
-    """M = 1, 8, 32, 64 through the real layer: counted once each; off, disabled or past 64 rows, bitsandbytes' bits."""
+    """Real layers with 1, 8, 32 and 64 rows count one hit each.
+
+    With the option off, the patch off or more rows, results have bitsandbytes' bits.
+    """
     layer = linear(1024, 2048, bias=bias)
     for m in (1, 8, 32, 64, 200):
         x = torch.randn(m, 2048, dtype=torch.bfloat16, device=CUDA)
@@ -46,7 +49,7 @@ def test_linear4bit_hits_it_and_off_has_its_own_bits(auto, bias):
 
 
 def test_dequant_linear_target_too(auto):
-    """bitsandbytes chooses between two functions by M and GPU; both lead to the fused matmul."""
+    """bitsandbytes chooses between two functions by M and the GPU. Both run the fused matmul."""
     from bitsandbytes.backends.cuda import ops
 
     packed, state = quantized((1024, 2048), torch.bfloat16, CUDA)
@@ -61,7 +64,7 @@ def test_dequant_linear_target_too(auto):
 
 
 def test_a_training_step_has_the_bits_of_bitsandbytes_off_or_auto(auto):
-    """A backward through 600 rows: the fused matmul does not run, so every bit is the original's, "auto" or not."""
+    """A step has 600 rows, so the fused matmul does not run, and every bit is the original's, also with "auto"."""
     layer = linear(512, 1024)
     nf4_patch.disable()
     stock = step(layer, CUDA, 1024)
@@ -71,7 +74,7 @@ def test_a_training_step_has_the_bits_of_bitsandbytes_off_or_auto(auto):
 
 
 def test_generation_loop_in_a_cuda_graph(auto):
-    """Two layers, token after token, captured once: replays follow their input and have the bits of the eager calls."""
+    """Capture two layers once. Replays follow new inputs and have the bits of eager calls."""
     up, down = linear(2048, 512), linear(512, 2048)
     start = torch.randn(8, 512, dtype=torch.bfloat16, device=CUDA)
     static = start.clone()
@@ -96,7 +99,7 @@ def test_generation_loop_in_a_cuda_graph(auto):
 
 
 def test_compiled_layer_reaches_it(auto):
-    """The op is opaque to torch.compile, so the fused matmul runs inside a compiled graph as well."""
+    """torch.compile does not trace into the op, so the fused matmul also runs inside a compiled graph."""
     torch._dynamo.reset()
     layer = linear(512, 1024)
     x = torch.randn(4, 1024, dtype=torch.bfloat16, device=CUDA)
@@ -109,7 +112,7 @@ def test_compiled_layer_reaches_it(auto):
 
 
 def test_gemv_4bit(auto):
-    """What Linear4bit calls for one row before bitsandbytes 0.50."""
+    """Linear4bit calls this function for one row before bitsandbytes 0.50."""
     name = "bitsandbytes.functional.gemv_4bit"
     packed, state = quantized((1000, 2048), torch.bfloat16, CUDA)
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device=CUDA)
@@ -138,7 +141,7 @@ def test_unsloth(function):
 
 
 def test_matmul_4bit_is_the_op_without_the_op(auto):
-    """A layer without a gradient goes past the op; with one, or compiled, the op's own targets run: the same bits."""
+    """Without a gradient, a layer skips the op. With a gradient, or compiled, it calls the op. The bits are equal."""
     layer = linear(1024, 2048, bias=True)
     x = torch.randn(2, 3, 2048, dtype=torch.bfloat16, device=CUDA)
     with torch.no_grad():

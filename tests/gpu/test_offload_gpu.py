@@ -1,5 +1,8 @@
-"""Packed weights in host memory on a GPU: the bits of the resident model at every size, and what only a GPU shows:
-streams, captured graphs, pinned memory and what is left of it, the peak while loading."""
+"""Packed weights in host memory on a GPU have the bits of the resident model at every size.
+
+Other tests cover what only a GPU shows: streams, captured graphs, pinned memory and its release, and the peak while
+loading.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ def test_steps_are_those_of_the_resident_model(folders, name, way):
 
 
 def test_in_any_order_and_written_in_between(folders):
-    """Beside bitsandbytes' own decoding, over the bus, of what is there now."""
+    """Compare with bitsandbytes' own decoding of the current bytes over the bus."""
     model = model_of(folders["medium"])
     experts = experts_of(model)
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +140,7 @@ def test_in_any_order_and_written_in_between(folders):
 
 
 def test_on_other_streams(folders):
-    """What is decoded on a stream is not overwritten by a fetch for another."""
+    """A fetch for another stream does not overwrite the weight that is decoded on this stream."""
     model, resident = model_of(folders["medium"]), model_of(folders["medium"], "off")
     wanted = [dense(module) for module in experts_of(resident)]
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -154,7 +157,10 @@ def test_on_other_streams(folders):
 
 
 def test_two_models_in_two_threads(folders):
-    """Each on a stream of its own. What is decoded is compared: next to another stream cuBLAS may choose another product."""
+    """Each thread has its own stream.
+
+    Compare decoded weights, because cuBLAS may choose another product while a second stream is active.
+    """
     wanted = [dense(module) for module in experts_of(model_of(folders["medium"], "off"))]
     models = [model_of(folders["medium"]) for _ in range(2)]
 
@@ -172,7 +178,7 @@ def test_two_models_in_two_threads(folders):
 
 
 def test_moved(folders):
-    """What comes back from the host lies on the GPU."""
+    """A weight that is moved to the CPU and back is in GPU memory."""
     want = logits(model_of(folders["tiny"], "off"))
     moved = model_of(folders["tiny"]).cpu().cuda()
     assert not any(in_host(moved).values())
@@ -199,7 +205,7 @@ def test_a_captured_graph_reads_where_it_lies(folders):
 
 
 def test_freed_while_a_graph_is_captured(folders):
-    """It is unpinned with the next one: to synchronize would end the capture."""
+    """Unpinning synchronizes, which would end the capture. So the memory is unpinned together with the next block that is freed."""
     model = model_of(folders["tiny"])
     kept = [module.parametrizations[name].original.data for module in experts_of(model) for name in STACKS]
     del model
@@ -221,7 +227,7 @@ def test_freed_while_a_graph_is_captured(folders):
 
 
 def shared_memory():
-    """Bytes of this process, in pages that a child would share."""
+    """Return the bytes of this process in pages that a child would share."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssShmem:")[2].split()[0]) * 1024
 
@@ -251,7 +257,7 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
 
 
 def test_memory_that_cannot_be_pinned(folders, monkeypatch):
-    """The error of this model, and none of the next kernel."""
+    """The error names this model, and the next kernel raises no error."""
     memory = memoryview(host_memory.mmap.mmap(-1, 2**25))
     monkeypatch.setattr(host_memory.mmap, "mmap", lambda _, size: memory[:size])  # the second time it is pinned already
     with pytest.raises(MemoryError, match=r"could not be pinned.*already"):
@@ -264,7 +270,7 @@ def test_memory_that_cannot_be_pinned(folders, monkeypatch):
 
 
 def test_the_peak_while_loading_is_within_the_budget(folders):
-    """Beside what is not packed experts, and the stack that is being packed."""
+    """The peak is the budget, everything that is not packed experts, and the stack that is being packed."""
     peaks, held = {}, {}
     size = 0
     for where in ("off", "all", "three"):
@@ -355,7 +361,7 @@ def test_dense_steps_are_those_of_the_resident_model(dense_folders, name, way, o
 
 @pytest.mark.parametrize("source", ["real", "real-packed"])
 def test_the_peak_while_a_dense_model_is_loaded(dense_folders, source):
-    """What is not packed weights of layers, the size, and one layer in 16 bits."""
+    """The peak is the size, one layer in 16 bits, and everything that is not a packed weight of a layer."""
     layer = 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # bytes in 16 bits
     peaks, held, size = {}, {}, 0
     for where in ("off", "all", "three"):
@@ -376,7 +382,7 @@ def test_the_peak_while_a_dense_model_is_loaded(dense_folders, source):
 
 
 def test_few_rows_are_multiplied_from_the_buffers(dense_folders):
-    """Steps of one token, with and without an adapter: each layer is copied ahead, once a step."""
+    """Run steps of one token, with and without an adapter. Each layer is prefetched once per step."""
     for lora in (False, True):
         found = []
         for where in ("off", "all"):
@@ -421,7 +427,7 @@ def test_dense_readers(dense_folders, tmp_path):
 
 @pytest.fixture
 def margin(monkeypatch):
-    """A margin of 64 MiB, so that the capped memory is a matter of layers."""
+    """Set the margin to 64 MiB, so that the number of layers decides how much memory is needed."""
     monkeypatch.setattr(memory, "MARGIN", 2**26)
     monkeypatch.setattr(memory, "MARGIN_PART", 0)
     yield memory.MARGIN
@@ -437,7 +443,7 @@ def cap(size):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layers", [0, 3, DENSE_LAYERS])
 def test_spare_memory_holds_layers(dense_folders, margin, options, layers):
-    """The cap leaves room for about this many layers. The steps are those of the resident model."""
+    """The cap leaves room for about this many layers. The steps are bit-identical to those of the resident model."""
     found = []
     for where in ("off", "all", "auto"):
         model = with_lora_on_all(
@@ -465,7 +471,7 @@ def test_spare_memory_holds_layers(dense_folders, margin, options, layers):
 
 
 def test_layers_are_given_back_before_a_larger_batch(dense_folders, margin):
-    """The larger batch does not fit beside the resident layers."""
+    """The larger batch does not fit next to the resident layers."""
     found, size = [], 0
     for where in ("off", "all", "auto"):
         training = Training(with_lora_on_all(dense_of(dense_folders["real"], where)))
@@ -512,7 +518,7 @@ print("the parent reads on")
 
 
 def test_a_forked_child_leaves_it_alone(folders, tmp_path):
-    """Its end unpins nothing of its parent's."""
+    """When the child ends, it unpins none of its parent's memory."""
     output = run([sys.executable, "-c", FORKED, SUPPORT, folders["tiny"]], tmp_path)
     assert "the parent reads on" in output
 
@@ -527,7 +533,7 @@ def test_two_processes(words, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus(folders):
-    """One prefetcher per GPU."""
+    """Each GPU has its own prefetcher."""
     places = {f"model.layers.{layer}": layer % 2 for layer in range(6)}
     places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     found = []

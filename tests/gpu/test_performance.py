@@ -1,4 +1,7 @@
-"""The bars of the README's table, on the GPUs that they were set for. One run measures, the tests read it."""
+"""The least speed-ups that nf4_patch must reach, on the GPUs that these limits were set for.
+
+One run measures, and all tests read its results.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dequantization that a T4 would run, run here: PTX built for sm_75 with the T4's configuration, against bitsandbytes."""
+"""The dequantization that a T4 would run, compared with bitsandbytes on this GPU: PTX for sm_75 with the T4's configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_is_the_code_and_the_configuration_of_a_t4():
 
 
 def test_signature_is_what_a_launch_specializes_on():
-    """machine_code compiles from types; a launch from its tensors: the same kernel must come out."""
+    """machine_code compiles from types, and a launch compiles from tensors. Both must give the same kernel."""
     here = torch.cuda.get_device_capability()
 
     def text(compiled):  # less the release of PTX: Inductor sets TRITON_PTXAS_PATH to another ptxas than Triton's
@@ -45,7 +45,7 @@ def test_signature_is_what_a_launch_specializes_on():
 
 
 def test_verify_runs_it():
-    """Every pair of an absmax byte and a packed byte among its cases."""
+    """The cases include every pair of an absmax byte and a packed byte."""
     report = portable.verified(T4)
     assert report.exit_code == 0, report.failures[:5]
     assert sum(row["elements"] for row in report.rows) > 10_000_000

@@ -1,4 +1,7 @@
-"""Two GPUs in one process: each weight where it lies, whatever the current device, and one of them of another kind."""
+"""Two GPUs in one process: each weight is decoded on its own GPU, whatever the current device is.
+
+One GPU may be of another kind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ T4 = (7, 5)
 
 
 def weights(dtype=torch.bfloat16, seed=0):
-    """The same weight on both GPUs, and what the first one's bitsandbytes makes of it."""
+    """Return the same weight on both GPUs, and the result of bitsandbytes on the first GPU."""
     both = [quantized((512, 1024), dtype, device, seed=seed) for device in DEVICES]
     nf4_patch.disable()
     want = [F.dequantize_4bit(*weight) for weight in both]
@@ -71,7 +74,7 @@ def test_buffers_are_one_a_device(patched):
 
 
 def test_there_and_back(patched):
-    """A model moved to the other GPU and back: the remembered launch of one never serves the other."""
+    """Move a model to the other GPU and back. The remembered launch of one GPU never serves the other."""
     (packed, state), expected = weights()[0][0], weights()[1][0]
     for device in (DEVICES[1], DEVICES[0], DEVICES[1]):
         packed = packed.to(device)
@@ -99,7 +102,7 @@ def test_each_thread_its_own_device(patched):
 
 
 def test_the_second_gpu_is_a_t4(patched, monkeypatch):
-    """Its capability faked: the second GPU gets a T4's configuration and code, the first keeps its own."""
+    """Pretend that the second GPU has a T4's capability. It gets a T4's configuration and code, and the first GPU keeps its own."""
     Dequantizer("warm").of_state(
         *weights()[0][0]
     )  # Triton asks for the capability once, and compiles for what this GPU is

@@ -1,7 +1,7 @@
-"""Decode steps of generate() as one CUDA graph: tokens and logits are those without graphs, to the bit.
+"""Decode steps of generate() as one CUDA graph: tokens and logits are bit-identical to those without graphs.
 
-Without a GPU, a recording repeats the operations that it saw (``Operations`` in support/recorders.py): as in a CUDA graph, nothing
-that Python keeps reaches a replay.
+Without a GPU, a recording repeats the operations that it saw (``Operations`` in support/recorders.py). As in a CUDA
+graph, no state of Python reaches a replay.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def model_of(config: Any = None, targets: Any = LINEARS) -> Any:
 def generated(
     model: Any, prompt: int = 6, batch: int = 2, length: int = LENGTH, pads: int = 2, **options: Any
 ) -> list[Tensor]:
-    """Return the tokens and the logits of each. The first prompt is padded on the left."""
+    """Return the tokens, and the logits of each token. The first prompt is padded on the left."""
     ids = torch.randint(3, 500, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :pads] = 0
@@ -74,7 +74,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def compared(model: Any, *calls: dict[str, Any]) -> list[int]:
-    """Return how many layer calls replayed in each call of generate(), all of which are as without graphs."""
+    """Compare with a run without graphs. Return how many layer calls replayed in each call of generate()."""
     replays = []
     with nf4_patch.enabled():
         eager = [generated(model, **options) for options in calls]
@@ -121,7 +121,7 @@ def config_for(name: str) -> Any:
 @pytest.mark.every(8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name):
-    """Past the end of a sliding window, with a prompt that is shorter and one that is longer than it."""
+    """Generate past the end of a sliding window, with a prompt shorter than the window and a longer one."""
     mixture = "experts" in " ".join(ARCHITECTURES[name])
     model = model_of(config_for(name), ATTENTION if mixture else models.TARGETS)
     found = compared(model, {}, {}, {"prompt": WINDOW + 3}, {"prompt": WINDOW + 3, "do_sample": True})
@@ -182,7 +182,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.every(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_two_calls(change):
-    """The next calls are as without graphs, and replay again."""
+    """The next calls equal those without graphs, and replay again."""
     function = CHANGES[change]
     results = {}
     for options in ({}, {"graphs": "auto"}):
@@ -240,7 +240,7 @@ def test_options_of_generate(options):
 
 
 def test_a_cache_of_the_user():
-    """The same cache finds its graph again, once it is reset."""
+    """After a reset, the same cache finds its graph again."""
     model = model_of()
     results = []
     for options in ({}, {"graphs": "auto"}):
@@ -340,7 +340,7 @@ def interrupt() -> None:
 
 @pytest.mark.full
 def test_interrupts():
-    """After Ctrl-C at any line, the next call is as without graphs."""
+    """After Ctrl-C at any line, the next call equals that of a run without graphs."""
     model = model_of()
     with nf4_patch.enabled():
         generated(model)  # later caches are as long as this one, and the length decides the last bits of the logits
@@ -425,7 +425,7 @@ def elsewhere(model: Any) -> None:
     [(hook, "GRAPH_HOOKED"), (own_code, "GRAPH_OWN_CODE"), (elsewhere, "GRAPH_ARGUMENTS")],
 )
 def test_models_that_cannot_be_one_graph(change, reason):
-    """Their layers run as graphs of their own. Each call counts once."""
+    """The layers of these models run as separate graphs. Each call counts once."""
     model = model_of()
     change(model)
     found = compared(model, {}, {})
@@ -514,7 +514,7 @@ def test_nothing_is_kept_alive():
 
 @pytest.mark.full
 def test_many_shapes(monkeypatch):
-    """The oldest of sixteen gives its place to another one."""
+    """With sixteen recordings, a new one replaces the oldest."""
     monkeypatch.setattr(shapes, "SHAPES", 2)
     model = model_of()
     found = compared(model, *[{"batch": batch, "length": 5} for batch in (4, 3, 2, 2, 4)])
@@ -552,7 +552,7 @@ def test_autocast_and_inference_mode():
 
 
 def test_the_librarys_full_window():
-    """Another release of transformers may do something else. Then windows that are full stay eager."""
+    """Another release of transformers may behave differently. Full windows then stay eager."""
     from transformers.cache_utils import StaticSlidingWindowLayer
 
     class Other(StaticSlidingWindowLayer):

@@ -1,7 +1,8 @@
-"""Decoder layers as CUDA graphs: every cell trains twice, eagerly and with graphs, and has the same losses, gradients, adapters and
-random numbers, to the bit; or it runs eagerly under its Reason.
+"""Decoder layers as CUDA graphs: every case trains twice, eagerly and with graphs, with bit-identical losses,
+gradients, adapters and random numbers.
 
-Without a GPU each graph is a function that runs the layer (support/recorders.py): all but the capture is real.
+Otherwise the layers run eagerly under the Reason that the case names. Without a GPU, each graph is a function that runs
+the layer (support/recorders.py). Everything except the capture is real.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ Step = Callable[[Any, Any, int], list[float]]
 
 
 def run(model: Any, step_of: Step, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """Train with these options and return all numbers."""
+    """Train with these options, and return all numbers."""
     optimizer = optimizer_of(model, lr=1e-3)
     torch.manual_seed(3)
     losses, gradients = [], []
@@ -172,13 +173,13 @@ def record_at(call: int, monkeypatch: Any) -> None:
 
 @pytest.fixture
 def at_the_third_call(monkeypatch):
-    """Layers are recorded when a user's layers are."""
+    """Record layers at the third call, as for users."""
     record_at(3, monkeypatch)
 
 
 @pytest.fixture
 def frozen(monkeypatch):
-    """As in a CUDA graph, no change of Python's state reaches a replay."""
+    """Let no change of Python's state reach a replay, as in a CUDA graph."""
     if not GPU:
         recorders.install(monkeypatch, recorders.Operations)
 
@@ -279,7 +280,7 @@ def test_two_forwards_inside_one_autocast_block(reentrant, at_the_third_call):
 
 @pytest.mark.full
 def test_compiled_functions_are_not_compiled_again(monkeypatch):
-    """Unsloth compiles functions of a layer. Dynamo would compile them again if a setting of autocast were another one."""
+    """Unsloth compiles functions of a layer. Dynamo would compile these again if a setting of autocast differed."""
     from torch._dynamo.utils import counters as found
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -296,7 +297,7 @@ def test_inputs_without_a_gradient():
 
 @pytest.mark.full
 def test_precision_of_matrix_products_in_its_two_forms():
-    """PyTorch's older function raises after the precision was set for one backend."""
+    """PyTorch's older function raises an error after the precision was set for one backend."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
@@ -319,7 +320,7 @@ def test_math_attention():
     ("reentrant", "how"), crossed((False, True), itertools.product(("MATH", "FLASH_ATTENTION"), (False, True)), every=3)
 )
 def test_a_backward_inside_autocast(how, reentrant):
-    """Autocast then rounds what the backward multiplies, for example in math attention."""
+    """Under autocast, the operands of a backward are rounded, for example in math attention."""
     backend, fp32 = how
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -359,7 +360,7 @@ def test_long_sequences_with_deterministic_algorithms(reentrant, monkeypatch):
 
 @pytest.mark.full
 def test_deterministic_algorithms_that_only_warn(monkeypatch):
-    """With ``warn_only``, flash attention keeps its non-deterministic backward, so there is another graph."""
+    """With ``warn_only``, flash attention keeps its non-deterministic backward, so another graph is recorded."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by PyTorch
 
     def step_of(model, optimizer, step):
@@ -387,7 +388,7 @@ def test_attention_dropout():
 
 @pytest.fixture
 def unsloth(monkeypatch):
-    """Put PyTorch's reentrant checkpoint in place of Unsloth's, under the names of Unsloth's.
+    """Put PyTorch's reentrant checkpoint in place of Unsloth's, under the same names.
 
     Unsloth's own checkpoint needs a GPU, and programs/graphed_unsloth.py trains with it.
     """
@@ -414,7 +415,10 @@ def test_unsloths_checkpoint(base, unsloth):
 
 
 def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, monkeypatch):
-    """Without graphs, they wait in host memory. So the first layer's recording leaves room for one input, the third's for three."""
+    """Without graphs, these inputs wait in host memory.
+
+    So the first layer's recording leaves room for one input, and the third layer's for three.
+    """
     left = []
 
     class Leaving(recorders.Rerun):
@@ -528,7 +532,7 @@ def test_steps(step_of, dropout):
 
 
 def test_a_mask_written_without_its_version():
-    """As by ``dist.broadcast``. Between two steps, the address and the version of the mask stay the same."""
+    """``dist.broadcast`` writes a mask without a new version. Address and version of the mask stay the same between two steps."""
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
 
     def step_of(model, optimizer, step):
@@ -544,7 +548,7 @@ def test_a_mask_written_without_its_version():
 
 
 def changed(changes: dict[int, Callable[[Any], Any]], around: Callable[[Any], Any] | None = None) -> Step:
-    """Steps with changes of the model before some of them, and a context around the step CHANGE."""
+    """Run steps with changes of the model before some of them. A context surrounds the step CHANGE."""
 
     def step_of(model, optimizer, step):
         if step in changes:
@@ -601,7 +605,7 @@ def norm_replaced(model):
 
 
 def strides_changed(model):
-    """At the same address, and of the same shape: every number is the first one."""
+    """Change the strides, with the same address and shape: every number is then the first one."""
     weight = layers_of(model)[0].input_layernorm.weight
     weight.data.copy_(torch.linspace(0.5, 1.5, len(weight)))
     weight.data = weight.data[:1].expand(len(weight))
@@ -622,7 +626,7 @@ class Doubled(torch.nn.SiLU):
 
 
 def dropout_replaced(model):
-    """A module in a ModuleDict, in which no attribute changes."""
+    """Replace a module in a ModuleDict, which changes no attribute."""
     layers_of(model)[0].mlp.up_proj.lora_dropout["default"] = Doubled()
 
 
@@ -758,7 +762,7 @@ def rewritten(q, k, cos, sin, unsqueeze_dim=1):
 
 
 class Code(Replacement):
-    """Replaces the code in a function itself, as IPython's autoreload does."""
+    """Replaces the code inside a function, as IPython's autoreload does."""
 
     def change(self, model):
         function = getattr(self.holder(), self.name)
@@ -773,7 +777,7 @@ def doubled_call(self, *args, **kwargs):
 
 
 class Added(Replacement):
-    """Adds a method to a class that inherits it."""
+    """Adds a method to a class that inherits the method."""
 
     def change(self, model):
         setattr(self.holder(), self.name, self.function)
@@ -928,7 +932,7 @@ def test_changed_dropout():
 
 @pytest.mark.full
 def test_changes_between_forward_and_backward():
-    """Graphs that are gone when the backward comes: it recomputes eagerly, with the forward's random numbers."""
+    """If the graphs are gone when the backward comes, the layer recomputes eagerly with the forward's random numbers."""
 
     def step_of(model, optimizer, step):
         loss = loss_of(model, step)
@@ -994,7 +998,7 @@ def test_changes_that_the_recompute_sees(change, frozen):
 @pytest.mark.full
 @pytest.mark.parametrize("change", thinned(CHANGES_FOR_A_WHILE, 2))
 def test_changes_that_the_recompute_does_not_see(change, frozen):
-    """With a non-reentrant checkpoint, the gradients are those of the forward: as if the change came after the backward."""
+    """With a non-reentrant checkpoint, the gradients are those of the forward, as if the change came after the backward."""
 
     def step_of(early):
         def step_of(model, optimizer, step):
@@ -1016,7 +1020,7 @@ def test_changes_that_the_recompute_does_not_see(change, frozen):
 
 @pytest.mark.full
 def test_modes_and_transforms_around_the_backward():
-    """They see every operation of the recompute."""
+    """Modes and transforms see every operation of the recompute."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -1059,7 +1063,7 @@ def test_layers_inside_another_checkpoint(inner):
 
 
 def test_attributes_of_parameters():
-    """An eager recompute reads an alias of each parameter, which has the attributes of the parameter."""
+    """An eager recompute reads an alias of each parameter. The alias has the parameter's attributes."""
 
     def make():
         model = model_of()
@@ -1076,7 +1080,10 @@ def test_attributes_of_parameters():
 
 
 def test_gradients_are_aligned():
-    """As those of an eager backward: norms of several gradients are added up in another order if one is not."""
+    """Gradients are aligned as those of an eager backward.
+
+    Otherwise, norms of several gradients would be added up in another order.
+    """
     parts = [torch.full((size,), float(size)) for size in (3, 6, 8, 1)]
     flat = torch.cat(aligned(parts))
     found = torch._C._nn.unflatten_dense_tensors(flat, aligned([torch.empty_like(p, device="meta") for p in parts]))[
@@ -1117,7 +1124,7 @@ def test_modes_around_the_forward_alone():
 
 @pytest.mark.full
 def test_layers_that_are_used_twice():
-    """In one model, and in two models at once."""
+    """Use layers twice in one model, and in two models at once."""
 
     def make():
         model = model_of(lora_dropout=0.05)
@@ -1187,7 +1194,7 @@ def test_interrupts_in_a_replay(where, monkeypatch):
 
 
 def test_interrupt_after_an_argument_was_copied():
-    """The next call copies its own argument, although it is the one that the slot held before."""
+    """The next call copies its own argument, although the slot held this argument before."""
     mask, other = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
     slot = Slot(mask)
     slot.load(mask)
@@ -1208,7 +1215,7 @@ def test_interrupt_after_an_argument_was_copied():
 
 @pytest.mark.full
 def test_graphs_dropped_by_another_thread(monkeypatch):
-    """``release()`` in another thread, after the check and before the replay."""
+    """Another thread calls ``release()`` between the check and the replay."""
     replay, calls = graphs_module.replay, []
 
     def late(*arguments):
@@ -1258,14 +1265,20 @@ def test_a_recording_that_no_longer_holds_is_dropped():
 
 
 def test_when_a_shape_is_recorded(at_the_third_call):
-    """At its third call, then, if it was dropped by a change, after twice as many each time."""
+    """A shape is recorded at its third call.
+
+    If a change dropped the recording, it is recorded again after twice as many calls each time.
+    """
     assert [calls for calls in range(1, 100) if shapes_module.is_due(calls)] == [3, 6, 12, 24, 48, 96]
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
 @pytest.mark.full
 def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
-    """Of memory for 100 tokens, a batch takes as many as it has, and graphs take 30: no step runs out of memory."""
+    """There is memory for 100 tokens. A batch takes as much as it has tokens, and graphs take as much as 30 tokens.
+
+    No step runs out of memory.
+    """
 
     class Small(recorder_module.Recorder if GPU else recorders.Rerun):
         def __init__(self, device):
@@ -1310,7 +1323,7 @@ def test_an_auxiliary_loss_outside_of_the_layer(monkeypatch):
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 @pytest.mark.parametrize(("kind", "reentrant"), [("lists", False), ("lists", True), ("keeps", False)])
 def test_memory_that_stays_after_a_forward_or_backward(kind, reentrant, activations, monkeypatch):
-    """A function that keeps a tensor on ctx without saving it, and one that appends to a list in its backward."""
+    """Try a function that keeps a tensor on ctx without saving it, and a function that appends to a list in its backward."""
     if kind == "keeps" and activations != "off":
         pytest.skip("kept layers keep it too")
     monkeypatch.setattr(REMOTE, "GRADIENTS", [])
@@ -1362,7 +1375,7 @@ def test_an_error_in_a_capture_stops_no_training(monkeypatch):
 
 
 def test_refusals_outlive_the_graphs(monkeypatch):
-    """Captures that fail drop all graphs, but each layer fails only once."""
+    """If captures fail, all graphs are dropped, but each layer fails only once."""
     failed = []
 
     class Failing(recording_module.GraphedLayer):
@@ -1380,7 +1393,7 @@ def test_refusals_outlive_the_graphs(monkeypatch):
 
 @pytest.fixture
 def uncollected():
-    """No garbage is collected, as in a step of a GPU, which makes few objects: what is freed is freed at once, as in eager layers."""
+    """Collect no garbage, so that only objects without references are freed, as in a step on a GPU, which makes few objects."""
     gc.collect()
     gc.disable()
     yield
@@ -1388,7 +1401,7 @@ def uncollected():
 
 
 def holders_of(references: Any) -> list[Any]:
-    """Return who refers to each object that is still alive."""
+    """Return the objects that refer to each object that is still alive."""
     alive = [each() for each in references if each() is not None]
     return [[type(holder) for holder in gc.get_referrers(each) if holder is not alive] for each in alive]
 
@@ -1396,7 +1409,7 @@ def holders_of(references: Any) -> list[Any]:
 @pytest.mark.full
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 def test_a_kept_loss_keeps_nothing_alive(activations, frozen, uncollected):
-    """After its backward, a loss that the script keeps holds no weight and no input of a layer."""
+    """After its backward, a loss that the script keeps holds neither a weight nor an input of a layer."""
     model = model_of()
     with nf4_patch.enabled(graphs="auto", activations=activations):
         calls, kept = [], []
@@ -1456,7 +1469,7 @@ def test_a_decode_step_without_memory_leaves_the_graphs_of_the_training(monkeypa
 
 @pytest.mark.full
 def test_another_thread_that_may_use_the_gpu():
-    """Such as one that runs a function of the script."""
+    """A thread might use the GPU if, for example, it runs a function of the script."""
     stop = threading.Event()
     thread = threading.Thread(target=lambda: stop.wait())
     thread.start()
@@ -1470,7 +1483,7 @@ def test_another_thread_that_may_use_the_gpu():
 
 @pytest.mark.full
 def test_threads_of_libraries_that_use_no_gpu():
-    """A DataLoader's, a timer's: layers are captured."""
+    """With the threads of a DataLoader or of a timer, layers are captured."""
     timer = threading.Timer(60, print)
     timer.start()
     try:
@@ -1481,7 +1494,7 @@ def test_threads_of_libraries_that_use_no_gpu():
 
 @pytest.mark.full
 def test_numbers_that_another_thread_draws():
-    """A capture of a layer that draws nothing sets no generator back."""
+    """The capture of a layer that draws no random numbers does not restore a generator."""
     random.seed(0)
     drawn, stop = [], threading.Event()
 
@@ -1515,7 +1528,7 @@ def test_another_stream():
 
 @pytest.mark.gpu
 def test_two_threads():
-    """Two models train at once on one stream."""
+    """Two models train on one stream at the same time."""
     torch.manual_seed(0)
     make = [model_of(), model_of()]
     alone = [run(model, one_step) for model in make]
@@ -1544,7 +1557,7 @@ def test_two_threads():
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item()])
 def test_random_numbers_of_the_host(draw):
-    """A capture notices random numbers that the layer draws on the host, and restores the generator."""
+    """A capture notices if the layer draws random numbers on the host, and restores the generator."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     draw()
@@ -1557,7 +1570,9 @@ def test_random_numbers_of_the_host(draw):
 
 
 def test_random_numbers_of_another_thread(monkeypatch):
-    """Numbers that another thread draws during a warm-up come once, also if the warm-up cannot tell who drew them."""
+    """Numbers that another thread draws during a warm-up are not drawn again, even if the warm-up cannot tell which
+    thread drew them.
+    """
     monkeypatch.setattr(recording_module, "others_may_use_gpu", lambda: "")
     numbers, ends, asked, others_draw = [], threading.Event(), [], warmup.others_draw
 
@@ -1643,7 +1658,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize(("peak", "fits"), [(17, True), (18, False)])
 def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
-    """Of 32 GiB, other processes use 8, graphs take 5, and one stays free: 18 GiB are left for what steps take at their peak."""
+    """Of 32 GiB, other processes use 8, graphs take 5, and one stays free. So 18 GiB are left for the peak of a step."""
     recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
     recorder.device, recorder.taken = 0, 1 * GIB
     found = iter([peak * GIB, 10 * GIB, 14 * GIB, peak * GIB + 2**20])
@@ -1658,7 +1673,10 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
 
 
 def test_memory_of_kept_layers_counts_once(monkeypatch):
-    """Layers keep 4 GiB each, beside 6 GiB of weights. Steps need 9 GiB, and 10 where the first layer is recorded: five fit into 31."""
+    """Layers keep 4 GiB each, next to 6 GiB of weights. Steps need 9 GiB, or 10 GiB while the first layer is recorded.
+
+    So five layers fit into 31 GiB.
+    """
     recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
     recorder.device, recorder.taken = 0, 0
     monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(0, 32 * GIB, 0, GIB))
@@ -1674,7 +1692,7 @@ def test_memory_of_kept_layers_counts_once(monkeypatch):
 
 
 def test_no_memory_for_a_first_recording(monkeypatch):
-    """Nothing is taken, and PyTorch's unused memory is not given back."""
+    """No memory is taken, and PyTorch's unused memory is not given back."""
 
     def lacks(device, taken=0, rest=None):
         raise torch.OutOfMemoryError("of 1 GiB")
@@ -1703,9 +1721,9 @@ def test_too_little_memory_for_the_rest_of_a_step(monkeypatch):
     ids=["longer", "shorter"],
 )
 def test_no_memory_for_two_lengths(lengths, captured, reasons, monkeypatch, at_the_third_call):
-    """A longer input is captured again without the graphs of shorter ones, which then need no further memory. A shorter is not.
+    """If a longer input finds no memory, the graphs of shorter inputs are dropped. If a shorter input finds none, it stays eager.
 
-    The first longer input drops the graphs of shorter ones, which are captured again at the next call.
+    The graphs of shorter inputs are captured again at the next call, and use the memory of the longer input.
     """
     attempts = []
 
@@ -1739,7 +1757,10 @@ def test_no_memory_for_the_pool(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("how", thinned(("next model", "disable", "release"), 2))
 def test_no_memory_is_forgotten(how, monkeypatch):
-    """A layer that found no memory keeps its whole model eager, but no later model, and not after disable() or release()."""
+    """If a layer found no memory, its whole model stays eager.
+
+    A later model does not, and neither does this one after disable() or release().
+    """
 
     class Unallocated(recording_module.GraphedLayer):
         def __init__(self, *arguments):
@@ -1827,7 +1848,7 @@ def test_interrupt_in_a_capture():
 
 
 def generated(model: Any, length: int = TOKENS, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the tokens after a prompt, and the logits of each."""
+    """Return the tokens after a prompt, and the logits of each token."""
     prompt = tokens(0, 6)
     result = model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, min_new_tokens=length,
@@ -1837,7 +1858,7 @@ def generated(model: Any, length: int = TOKENS, **options: Any) -> tuple[Tensor,
 
 
 def rollouts(model: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """Rollouts as in TRL's GRPO, with a training step after each: checkpointing is off while the model generates."""
+    """Run rollouts as in TRL's GRPO, with a training step after each. Checkpointing is off while the model generates."""
     optimizer = optimizer_of(model, lr=1e-2)
     found = []
     for step in range(ROLLOUTS):
@@ -1856,7 +1877,7 @@ def rollouts(model: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.full
 @pytest.mark.parametrize(("dropout", "sample"), crossed((0.0, 0.1), (False, True)))
 def test_generation_with_a_static_cache(sample, dropout):
-    """Each rollout has a static cache of its own. Its decode steps replay, with the adapter of the last optimizer step."""
+    """Each rollout has a new static cache. Its decode steps replay, with the adapter of the last optimizer step."""
     options = {"cache_implementation": "static", "do_sample": sample}
     with nf4_patch.enabled():
         eager = rollouts(model_of(lora_dropout=dropout), **options)
@@ -1882,7 +1903,7 @@ def test_generation_without_a_static_cache():
 
 
 def test_a_static_cache_that_moves():
-    """Beams are reordered between the steps, into other tensors."""
+    """Between the steps, beams are reordered into other tensors."""
     model = model_of(inputs=False).eval()
     options = {"cache_implementation": "static", "disable_compile": True, "do_sample": False, "num_beams": 2}
     with nf4_patch.enabled():
@@ -1897,7 +1918,7 @@ DECODED, CHANGED = (15, 9) if GPU else (8, 4)
 
 
 def decoded(model: Any, caches: Any, change: Callable[[Any, int], Any] = lambda model, token: None) -> list[Tensor]:
-    """Return the logits of DECODED tokens, in turns of one token for each cache, with a padded prompt."""
+    """Return the logits of DECODED tokens for a padded prompt. The caches alternate, one token at a time."""
     logits, mask = [], torch.ones_like(tokens(0, 6))
     mask[0, :2] = 0
     with torch.no_grad():
@@ -1940,7 +1961,7 @@ BETWEEN_TOKENS = {
 @pytest.mark.full
 @pytest.mark.parametrize("change", thinned(BETWEEN_TOKENS, 3))
 def test_changes_between_tokens(change):
-    """Two static caches in turns, reset and used a second time."""
+    """Two static caches alternate. They are then reset and used a second time."""
     change = BETWEEN_TOKENS[change]
     torch.manual_seed(0)
     model = model_of(inputs=False).eval()
@@ -1998,7 +2019,7 @@ def test_reasons():
 
 @pytest.mark.full
 def test_hidden_states_once_and_graphs_afterwards():
-    """transformers' hooks stay installed after outputs were recorded once; they do nothing later."""
+    """transformers' hooks stay installed after outputs were recorded once, but do nothing later."""
 
     def step_of(model, optimizer, step):
         return backward(loss_of(model, step, output_hidden_states=step in (0, RECORDED_AT + 1)))
@@ -2035,7 +2056,7 @@ def test_packed_experts(base):
 
 @pytest.mark.full
 def test_the_experts_state_is_another():
-    """A stack's quant_state that is replaced by an equal one is read at its new addresses."""
+    """If an equal quant_state replaces that of a stack, graphs read it at its new addresses."""
 
     def step_of(model, optimizer, step):
         if step == CHANGE:
@@ -2082,7 +2103,7 @@ def test_ddp(kind, tmp_path):
     "packing", [("--packing", "--packing_strategy", "wrapped"), ("--pad_to_multiple_of", "64")], ids=str
 )
 def test_script_of_trl(packing, tmp_path):
-    """``trl sft`` as it is, with the variables alone: the losses of the eager run, and layers that ran as graphs."""
+    """Run the unchanged ``trl sft`` with variables alone. Losses equal those of the eager run, and layers ran as graphs."""
     pytest.importorskip("trl")
     from benchmarks.checkpoint import save_config
 

@@ -1,4 +1,4 @@
-"""Graphs that keep activations: the same bits as layers that recompute, in every order of forwards and backwards."""
+"""Graphs that keep activations have the bits of layers that recompute, in every order of forwards and backwards."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def train(model, way, **options):
 
 
 def same(way, make=model_of, **options):
-    """Compare with eager layers that recompute. Return the numbers of replays and of calls that kept activations."""
+    """Compare with eager layers that recompute. Return the numbers of replays, and of calls that kept activations."""
     torch.manual_seed(0)
     want, _, _ = train(make(), way, **options)
     torch.manual_seed(0)
@@ -211,7 +211,10 @@ def test_every_call_of_an_ordinary_training_keeps_its_activations():
 @pytest.mark.usefixtures("at_the_third_call")
 @pytest.mark.parametrize("both", [True, False])
 def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
-    """At the third call, another thread prevents both recordings of a layer, or only that which keeps. It is tried at the sixth."""
+    """At the third call, another thread prevents both recordings of a layer, or only the one that keeps activations.
+
+    The sixth call tries again.
+    """
     asked = []
 
     def others():
@@ -234,7 +237,7 @@ def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
 
 
 def test_whose_activations_may_be_written():
-    """Those of earlier layers wait while those of later layers may be written. Each recording needs the memory after the last."""
+    """While activations of earlier layers wait, only later layers may run. Each recording needs memory after the latest one."""
     keeper = Keeper(SimpleNamespace(device=-1))
     generation = keeper.begin()
     layers = []
@@ -263,7 +266,7 @@ def test_whose_activations_may_be_written():
 
 
 def test_no_room(monkeypatch):
-    """Without room nothing is kept, and the Reason says so."""
+    """Without room, no layer keeps its activations, and the Reason says so."""
     monkeypatch.setattr(Record, "estimate", lambda record, size: 2**21)
     torch.manual_seed(0)
     model = model_of()
@@ -314,7 +317,7 @@ def test_parameters_that_change_before_the_backward_without_checkpoints():
 @pytest.mark.usefixtures("at_the_third_call")
 @pytest.mark.parametrize("activations", ["off", "8GiB"])
 def test_a_reentrant_checkpoint_whose_result_other_code_reads(activations):
-    """Gradients inside a layer are added up before that of the other reader, with graphs and without."""
+    """Gradients inside a layer are added up before the gradient of the other reader, with graphs and without."""
 
     def step_of(model, optimizer, step):
         inner, ids, states = model.base_model.model.model, tokens(step), []

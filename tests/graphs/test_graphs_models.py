@@ -1,7 +1,7 @@
-"""Decoder layers as CUDA graphs in other architectures than Llama, and with what people train them with.
+"""Decoder layers as CUDA graphs in architectures other than Llama, and in common ways of training.
 
-Every case trains twice, eagerly and with graphs, and has the same losses, gradients, adapters and random numbers, to the bit.
-Layers replay, or they run eagerly under a Reason that the case names.
+Every case trains twice, eagerly and with graphs, with bit-identical losses, gradients, adapters and random numbers.
+Layers replay, or run eagerly under a Reason that the case names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config_of(name: str) -> Any:
 
 
 def padded(model: Any, optimizer: Any, step: int) -> list[float]:
-    """Each batch has other padding, so full and sliding attention both have a mask."""
+    """Give each batch another padding, so that full and sliding attention both have a mask."""
     mask = torch.ones(2, LENGTH, dtype=torch.long, device=DEVICE)
     mask[0, -(10 + step) :] = 0
     return backward(loss_of(model, step, attention_mask=mask))
@@ -171,7 +171,7 @@ def test_mixtures(name):
 
 
 def test_arguments_that_layers_write():
-    """Gemma 4's layers hand keys and values to later layers in a dict. In transformers 5.8 it is a plain one."""
+    """Gemma 4's layers pass keys and values to later layers in a dict. In transformers 5.8, it is a plain dict."""
 
     def make():
         model = graphed.model_of()
@@ -217,7 +217,7 @@ def test_a_result_in_another_dtype_than_the_input(base, reentrant):
 @pytest.mark.full
 @pytest.mark.parametrize(("base", "reentrant"), crossed(({}, {"lora": "fused"}), (False, True)), ids=str)
 def test_few_rows(base, reentrant):
-    """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied straight from the packed weight."""
+    """The forward of a reentrant checkpoint has no gradients, so few rows are multiplied directly by the packed weight."""
     step_of = graphed.step_of_lengths(lambda step: 8)
     found = compared(lambda: graphed.model_of(reentrant, lora_dropout=0.05), step_of, base=base)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == graphed.LAYERS * (STEPS - graphed.EAGER)
@@ -227,7 +227,7 @@ def test_few_rows(base, reentrant):
 
 
 class Scaled:
-    """Steps in fp16 with a GradScaler, whose first scale overflows."""
+    """Runs steps in fp16 with a GradScaler, whose first scale overflows."""
 
     def __call__(self, model: Any, optimizer: Any, step: int) -> list[float]:
         if step == 0:
@@ -281,7 +281,9 @@ def test_parameters_of_zero3():
     [("", 0), (" ".join(f"layers.{n}" for n in range(graphed.LAYERS)), graphed.LAYERS), ("layers.1.mlp.down_proj", 1)],
 )
 def test_hooks_of_accelerate(hooked, eager):
-    """``device_map`` puts a hook on the model if there is one device, and on each part of it if there are several."""
+    """``device_map`` puts a hook on the model if there is one device, and on each part of the model if there are
+    several devices.
+    """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     def make():

@@ -1,4 +1,4 @@
-"""Layers that run code of the script run eagerly under GRAPH_OWN_CODE. This file is the script."""
+"""Layers that run code of the script run eagerly under GRAPH_OWN_CODE. This file is such a script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Other:
 
 
 class AttrDict(dict):
-    """Copying it, or asking whether it has an attribute, raises a KeyError."""
+    """A dict that raises a KeyError if it is copied, or asked for a missing attribute."""
 
     __getattr__ = dict.__getitem__
 
@@ -96,7 +96,7 @@ def test_forms(form):
 
 @pytest.mark.full
 def test_a_layer_of_the_script():
-    """The other layers replay, and a global that changes acts at once."""
+    """The other layers replay, and a changed global takes effect at once."""
 
     def make():
         model = model_of()
@@ -114,7 +114,7 @@ def test_a_layer_of_the_script():
 
 
 def test_a_layer_of_a_library_that_warns():
-    """Python writes the first warning of a module into the module's globals, which are compared."""
+    """Python writes the first warning of a module into the module's globals, which the fingerprint compares."""
 
     def make():
         model = model_of()
@@ -136,7 +136,7 @@ def test_a_layer_of_a_library_that_warns():
 @pytest.mark.full
 @pytest.mark.parametrize("reader", thinned(READERS, 2))
 def test_globals_that_a_layer_reads(reader):
-    """The layer runs eagerly, the others replay, and the model is freed although a global named it during the training."""
+    """The layer runs eagerly, and the others replay. The model is freed, although a global named it during training."""
     models = []
 
     def make():
@@ -191,7 +191,7 @@ def test_code_of_libraries_and_of_scripts():
 @pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_gradient_hook_on_an_activation(reentrant):
-    """A gradient reversal of a library, whose factor follows a schedule."""
+    """A library's gradient reversal has a factor that follows a schedule."""
     kind = graphed.REMOTE.Reversed
 
     def make():
@@ -229,7 +229,7 @@ def test_a_parameter_of_two_layers(reentrant):
 
 @pytest.mark.full
 def test_a_layer_that_is_called_twice_before_its_backward():
-    """A reentrant checkpoint adds the gradient of each call to those of the step before."""
+    """A reentrant checkpoint adds the gradient of each call to the gradients of the step before."""
 
     def make():
         model = model_of(True, config=THREE_LAYERS)
@@ -306,7 +306,7 @@ def test_a_function_that_holds_itself():
 
 
 def test_a_wrapper_that_sets_use_reentrant():
-    """As ms-swift has it."""
+    """ms-swift wraps the checkpoint function like this."""
     checkpoint = torch.utils.checkpoint.checkpoint
     assert checkpoint_of(partial(setting(checkpoint, False), use_reentrant=True)).reentrant is False
     assert checkpoint_of(partial(setting(checkpoint, None), use_reentrant=False)).reentrant is True
@@ -314,7 +314,7 @@ def test_a_wrapper_that_sets_use_reentrant():
 
 
 def test_files_that_libraries_generate(monkeypatch, tmp_path):
-    """Their folders are named by variables, too."""
+    """Environment variables, too, name the folders of these files."""
     for number, variable in enumerate(VARIABLES):
         file = str(tmp_path / f"folder{number}" / "generated.py")
         assert not is_library_file(file, "generated")

@@ -32,13 +32,13 @@ clean = graphed.clean
 
 
 class Event:
-    """A stand-in for torch.Event, which a CPU has not."""
+    """A stand-in for torch.Event, which does not exist on a CPU."""
 
     def __init__(self, **options: Any):
         self.options = options
 
     def record(self) -> None:
-        """All work before is done."""
+        """Do nothing, because all earlier work is done."""
 
     synchronize = record
 
@@ -61,7 +61,7 @@ def late(clean, monkeypatch):
 
 
 def generated(model: Any, batch: int = 2, **options: Any) -> list[Tensor]:
-    """Return the tokens, and random numbers that were drawn afterwards."""
+    """Return the tokens, and random numbers that were drawn after generation."""
     ids = torch.randint(3, 500, (batch, 6), generator=torch.Generator().manual_seed(batch)).to(DEVICE)
     torch.manual_seed(5)
     options = {
@@ -102,7 +102,7 @@ ENDS = {"at max_new_tokens": None, "at the second token": 1, "at the sixth token
     "options", [{}, {"do_sample": False}, {"temperature": 0.7, "top_k": 5, "min_new_tokens": 2}], ids=str
 )
 def test_where_it_ends(options, end, late):
-    """The token that is computed too many leaves no trace, in the tokens or in the random numbers."""
+    """The token that is computed in excess changes neither the tokens nor the random numbers."""
     model = model_of()
     place = ENDS[end]
     with nf4_patch.enabled():
@@ -120,7 +120,7 @@ def test_sequences_that_end_at_different_tokens(late):
 
 
 class Counting:
-    """Counts its calls, as a logits processor, a stopping criterion, a streamer, a hook and a function of a prefix."""
+    """Counts its calls. It serves as a logits processor, a stopping criterion, a streamer, a hook and a prefix function."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -155,7 +155,7 @@ class Prefix(Counting):
 
 
 class Caller(Counting):
-    """Calls ``_sample`` itself, and keeps its cache."""
+    """Calls ``_sample`` itself, and keeps the cache of this call."""
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **given):  # type: ignore[no-untyped-def, override]
         found = model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **given)
@@ -164,7 +164,7 @@ class Caller(Counting):
 
 
 class Model(Counting):
-    """A second model with a hook, which guides the first."""
+    """A second model with a hook, which guides the first model."""
 
     def __call__(self) -> Any:
         model = model_of().base_model.model
@@ -181,7 +181,7 @@ class Replaced(Counting):
 
 
 class Synth(Counting):
-    """Has no code of the script, but counts the tokens of all calls."""
+    """A processor without code of the script, which counts the tokens of all calls."""
 
     def __call__(self) -> Any:
         keys = {"keys": [1, 2, 3], "sampling_table_size": 64, "sampling_table_seed": 0, "context_history_size": 16}
@@ -256,7 +256,7 @@ def test_a_hook_sees_no_further_token(late):
 
 
 class Seen:
-    """Ways in which a script sees each call of a model. Each method puts one in place, and returns how to take it away."""
+    """Ways in which a script sees each call of a model. Each method installs one way, and returns a function that removes it."""
 
     def __init__(self, model: Any):
         self.model, self.calls = model.base_model.model, []
@@ -367,7 +367,7 @@ def test_after_an_error(late):
 
 @pytest.mark.full
 def test_an_interrupt_leaves_nothing(late):
-    """Ctrl-C at any line leaves no reference to the model, and later calls are as without it."""
+    """Ctrl-C at any line leaves no reference to the model, and later calls are as without the interrupt."""
     model = model_of()
     with nf4_patch.enabled():
         eos = int(generated(model, batch=1)[0][0, 10])

@@ -1,4 +1,4 @@
-"""Which threads may use the GPU while a layer is captured: decided by the functions that they run."""
+"""The functions that a thread runs decide whether it might use the GPU while a layer is captured."""
 
 from __future__ import annotations
 

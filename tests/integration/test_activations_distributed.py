@@ -1,4 +1,4 @@
-"""Kept activations in two processes over gloo: tests/programs/activations_distributed.py."""
+"""Kept activations in two processes over gloo. The program is tests/programs/activations_distributed.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What status(), the log and NF4_PATCH_STRICT=1 say about an option that does nothing, and about slow or wrong settings."""
+"""The warnings of status(), the log and NF4_PATCH_STRICT=1 about an option that does nothing, and about slow or wrong settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = torch.arange(3, 147, device=DEVICE).reshape(2, 72)
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Warnings so far. What was said before may be said again, and this machine counts as one with a GPU."""
+    """Return the warnings so far. Earlier warnings may be repeated, and this machine counts as one with a GPU."""
     counters.warn_once.cache_clear()
     monkeypatch.setattr(effects, "_said", set())
     monkeypatch.setattr(runtime, "runs_on", lambda tensor: True)
@@ -39,7 +39,7 @@ def said(caplog, monkeypatch):
 
 
 def model_of(config=None, **lora):
-    """A QLoRA model after prepare_model_for_kbit_training, which casts norms to fp32."""
+    """Return a QLoRA model after prepare_model_for_kbit_training, which casts norms to fp32."""
     model = build_4bit(config or config_of(SHAPE, torch.bfloat16), DEVICE)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return peft.get_peft_model(
@@ -52,7 +52,7 @@ def step(model):
 
 
 def test_options_that_do_nothing_are_named(said):
-    """prepare_model_for_kbit_training, no autocast, no checkpointing: every layer call is refused."""
+    """With prepare_model_for_kbit_training, but without autocast and checkpointing, every layer call is refused."""
     nf4_patch.enable(lora="fused", graphs="auto")
     step(model_of())
     options, text = nf4_patch.status().options, str(nf4_patch.status())
@@ -97,7 +97,7 @@ def test_strict_raises_for_an_option_that_was_typed(options, why, said, monkeypa
 
 
 def test_strict_does_not_raise_once_the_option_worked(said, monkeypatch):
-    """Generation outside autocast, after a training in which every call was fused."""
+    """Generate outside autocast, after training in which every call was fused."""
     monkeypatch.setenv("NF4_PATCH_STRICT", "1")
     model = model_of()
     with nf4_patch.enabled(lora="fused"):

@@ -1,4 +1,4 @@
-"""Every mixture of transformers: packed, reloaded, trained with LoRA, merged and exported, as the page's table says."""
+"""Every mixture of transformers is packed, reloaded, trained with LoRA, merged and exported, as the table in the docs says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_EVERY_CHANGE = ("jetmoe",)
 
 @pytest.mark.skipif(not OF_THE_TABLE, reason="the table is of another release of transformers")
 def test_the_table_has_every_mixture():
-    """But for those whose experts are linear layers, which bitsandbytes packs itself."""
+    """The table omits only mixtures whose experts are linear layers, which bitsandbytes packs itself."""
     assert mixtures().keys() - DATA["mixtures"].keys() == {"nllb_moe", "switch_transformers"}
 
 

@@ -1,7 +1,7 @@
-"""What every release of the patched libraries has to keep, the oldest included: scripts/release_matrix.py runs it under each.
+"""Behaviour that every release of the patched libraries must keep. scripts/release_matrix.py runs these tests with each release.
 
-Without a GPU the kernels are compared with the formula: bitsandbytes' CPU code came with 0.46, raised errors on odd sizes before
-0.50, and from 0.47 to 0.49 some of its bits are others.
+Without a GPU, the kernels are compared with the formula. bitsandbytes has CPU code since 0.46. Before 0.50, it raises
+errors for odd sizes, and from 0.47 to 0.49, some of its bits differ.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def test_generate_with_graphs(cache, device):
 
 
 def test_random_states(device, patched, every_launch_interpreted):
-    """Through the patched dequantize_4bit: the bits of the original on a GPU, of the formula on a CPU, and all by the kernel."""
+    """Dequantize through the patched dequantize_4bit. Every call runs in the kernel.
+
+    The bits are the original's on a GPU, and the formula's on a CPU.
+    """
     import bitsandbytes.functional as F
 
     cases = drawn(60, 11, states(device.type, (64, 128, 4096)))
@@ -85,7 +88,7 @@ def test_random_states(device, patched, every_launch_interpreted):
 
 @packs
 def test_a_step_of_peft(device):
-    """A checkpointed LoRA step over two Linear4bit, with and without: output and gradients."""
+    """Compare output and gradients of a checkpointed LoRA step over two Linear4bit, with the patch and without."""
     peft = pytest.importorskip("peft")
 
     def once() -> list[torch.Tensor]:
@@ -112,7 +115,7 @@ def test_a_step_of_peft(device):
 
 @packs
 def test_a_garbage_collection_leaves_the_cached_weights(device):
-    """A cached weight belongs to a parameter that lives."""
+    """A cached weight belongs to a parameter that is still alive."""
     layer = bnb.nn.Linear4bit(256, 128, bias=False, **OPTIONS).to(device)
     x = torch.randn(2048, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
 
@@ -134,7 +137,7 @@ def test_a_garbage_collection_leaves_the_cached_weights(device):
 
 @pytest.mark.skipif(BITSANDBYTES < (0, 48), reason="bitsandbytes before 0.48 packs no experts")
 def test_a_step_of_experts(device):
-    """Forward and backward of a mixture's packed experts, with and without: output and gradient."""
+    """Compare output and gradient of a mixture's packed experts, with the patch and without."""
     pytest.importorskip("transformers.integrations.moe", reason="transformers before 5.0 calls experts in its own way")
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
@@ -165,7 +168,7 @@ def test_a_step_of_experts(device):
 
 @pytest.mark.skipif(not os.environ.get("TEST_UNSLOTH"), reason="Unsloth patches other libraries when it is imported")
 def test_a_layer_of_unsloth(device):
-    """Its fast_dequantize and its LoRA autograd function, against bitsandbytes without the patch."""
+    """Compare Unsloth's fast_dequantize and its LoRA autograd function with bitsandbytes without the patch."""
     import bitsandbytes.functional as F
     from unsloth.kernels import fast_lora, utils
 

@@ -1,7 +1,7 @@
-"""Every example, small and on the CPU: it runs, the kernel is hit, and what was learned is the same to the bit.
+"""Every small example runs on the CPU and hits the kernel, and what it learns is bit-identical.
 
-Unsloth's script needs a GPU from its second statement on (from_pretrained reads the device's properties); here it
-is only compared with its unpatched twin. gpu/test_example_runs.py trains with it.
+Unsloth's script needs a GPU from its second statement onwards, because from_pretrained reads the device's properties.
+Here it is only compared with the same script without the patch. gpu/test_example_runs.py trains with it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_peft(tmp_path):
 
 @pytest.mark.full
 def test_demo(tmp_path):
-    """As scripts/demo runs it; what is set around it does not switch the patch."""
+    """Run the demo as scripts/demo does. Environment variables do not change the demo's switches."""
     command = [sys.executable, EXAMPLES / "demo.py", "--steps", 2, "--png", "demo.png"]
     output = run(command, tmp_path, NF4_PATCH="0", NF4_PATCH_MATMUL="auto")
     assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit.")
@@ -108,7 +108,10 @@ IN_8_BITS = 12 * (8192 + 2048 + 128) + 4 * 8 * 2048
     ],
 )
 def test_mixture_of_experts(model, options, trained, state, tmp_path):
-    """``trained``: parameters of LoRA on experts; ``state``: bytes of the optimizer, by default two values in bf16 a parameter."""
+    """Run the script. ``trained`` counts the parameters of LoRA on experts.
+
+    ``state`` counts the optimizer's bytes, by default two bf16 values per parameter.
+    """
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options, "--out", "adapter")
     on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8  # a step: two stacks a layer, in the forward and in the backward
@@ -121,7 +124,9 @@ def test_mixture_of_experts(model, options, trained, state, tmp_path):
 
 
 def test_what_a_mixture_takes_as_its_example_says():
-    """Of Qwen3-30B-A3B, in GB: packed with nested scales; adapters and gradients in bf16, and AdamW's state in bf16 or in 8 bits."""
+    """Check the GB of Qwen3-30B-A3B: packed with nested scales, with adapters and gradients in bf16, and AdamW's state
+    in bf16 or in 8 bits.
+    """
     byte, stacks = 1 / 2 + 1 / 64 + 4 / 64 / 256, ((2048, 2 * 768), (768, 2048))
     attention = ((2048, 4096), (2048, 512), (2048, 512), (4096, 2048))
     packed = 48 * (math.fsum(map(math.prod, attention)) + 128 * math.fsum(map(math.prod, stacks)))
@@ -153,8 +158,10 @@ def test_the_patch_is_one_line(script, option):
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_peft.py"])
 def test_lora_in_one_function(script, tmp_path):
-    """As TRL trains, and after prepare_model_for_kbit_training, by an environment variable alone: the losses of peft's own within
-    bf16's noise, nothing refused."""
+    """Train as TRL does, and after prepare_model_for_kbit_training, with an environment variable alone.
+
+    Losses equal peft's within the noise of bf16, and no call is refused.
+    """
     arguments = ("--steps", 4, "--rows", 1, "--tokens", 160, *["--same-bits"] * (script == "qlora_peft.py"))
     off = run_example(script, *arguments, folder=tmp_path, patch=False)
     on = run_example(script, *arguments, folder=tmp_path, NF4_PATCH_LORA="fused")
@@ -165,7 +172,10 @@ def test_lora_in_one_function(script, tmp_path):
 
 @pytest.mark.full
 def test_trl_by_the_recipe(tmp_path):
-    """The switches of docs/recipes.md, less Liger, whose kernels need a GPU. The losses are those of the plain run within bf16's noise."""
+    """Use the switches of docs/recipes.md except Liger, whose kernels need a GPU.
+
+    Losses equal those of the plain run within the noise of bf16.
+    """
     arguments = ("--steps", 3, "--rows", 1, "--tokens", 64)
     plain, recipe = (run_example("qlora_trl.py", *arguments, *more, folder=tmp_path) for more in ((), ("--recipe",)))
     assert recipe["losses"] == pytest.approx(plain["losses"], rel=2**-10)
@@ -175,7 +185,7 @@ def test_trl_by_the_recipe(tmp_path):
 
 
 def test_the_recipe_is_that_of_its_page():
-    """Every option and argument of the first code block of docs/recipes.md is in the example."""
+    """The example has every option and argument of the first code block of docs/recipes.md."""
     block = (EXAMPLES.parent / "docs" / "recipes.md").read_text().split("```python\n")[1].split("```")[0]
     calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
     script = (EXAMPLES / "qlora_trl.py").read_text()
@@ -188,8 +198,10 @@ def test_the_recipe_is_that_of_its_page():
 
 @pytest.mark.full
 def test_trl_with_the_callback_and_its_twin(tmp_path):
-    """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON. Then the same script
-    less what names nf4_patch: the same bits."""
+    """Use ReportCallback in a real Trainer: the log history has the hits, and the report is on stdout and in JSON.
+
+    The same script without the lines that name nf4_patch gives the same bits.
+    """
     lines = (EXAMPLES / "qlora_trl.py").read_text()
     twin, script = tmp_path / "twin.py", tmp_path / "trained.py"
     twin.write_text("".join(line for line in lines.splitlines(keepends=True) if "nf4_patch" not in line))
@@ -243,7 +255,10 @@ def test_generate(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["random", "random-qwen-moe", "random-gpt-oss"])
 def test_merge(name, tmp_path, patched):
-    """An adapter on 4-bit weights, then in a checkpoint as the original's: the same model but for the rounding to 16 bits."""
+    """Merge an adapter that was trained on 4-bit weights.
+
+    The model in the saved checkpoint is the same, except for rounding to 16 bits.
+    """
     base, packed, adapter, out = (str(tmp_path / each) for each in ("base", "packed", "adapter", "merged"))
     run([sys.executable, "-c", f"import offline; offline.checkpoint({name!r}, folder={base!r})"], EXAMPLES)
     patched.enable(experts="4bit")
@@ -286,7 +301,7 @@ def test_merge(name, tmp_path, patched):
 
 @pytest.mark.full
 def test_from_a_mixture_to_merged_weights(tmp_path):
-    """By the two commands of docs/after-training.md. What was not trained is what the packed weights stand for."""
+    """Run the two commands of docs/after-training.md. Untrained weights equal the dequantized packed weights."""
     trained = "--attention-only --checkpointing --steps 2 --tokens 32 --packed packed --out adapter"
     run_example("qlora_moe.py", *trained.split(), folder=tmp_path)
     merged = "--model packed --adapter adapter --out merged --device cpu"
@@ -323,7 +338,7 @@ def test_two_processes(name, tmp_path):
 
 @pytest.mark.full
 def test_a_packed_checkpoint_is_sharded(tmp_path):
-    """What a model that fits on no single GPU is best started from."""
+    """A model that fits on no single GPU starts best from such a checkpoint."""
     run([sys.executable, PROGRAMS / "pack_checkpoint.py", EXAMPLES, tmp_path / "packed"], tmp_path)
     arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32)
     record = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
@@ -353,7 +368,7 @@ def test_no_change_of_code(words, variables, hits, tmp_path):
 
 
 def test_notebook_extension(patched):
-    """What %load_ext and %unload_ext call."""
+    """Call the functions of %load_ext and %unload_ext."""
     patched.disable()
     patched.load_ipython_extension(None)
     assert patched.is_enabled()
@@ -381,7 +396,7 @@ for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)
     ids=["imported", "trained", "enabled", "fell back"],
 )
 def test_logging(code, said, tmp_path):
-    """Nothing on import, one INFO when it is enabled, one WARNING for each new reason, no more."""
+    """The import logs nothing. enable() logs one INFO, and each new Reason logs one WARNING."""
     head = "import logging, sys; logging.basicConfig(format='LOG %(levelname)s %(name)s %(message)s', level=20)\n"
     lines = [line for line in python(head + code, cwd=tmp_path).stderr.splitlines() if line.startswith("LOG")]
     lines = [line for line in lines if line.split()[2] == "nf4_patch"]

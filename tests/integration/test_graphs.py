@@ -1,4 +1,4 @@
-"""torch.compile of a whole QLoRA model: graphs, breaks and recompiles are those of stock bitsandbytes.
+"""torch.compile of a whole QLoRA model makes the same graphs, breaks and recompiles as without the patch.
 
 gpu/test_example_runs.py counts the same for Unsloth's compiled decoder layers.
 """
@@ -32,7 +32,7 @@ def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:
 
 
 def trained(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:
-    """Losses and gradients of one step a length, and what Dynamo counted on the way."""
+    """Return the losses and gradients of one step per length, and Dynamo's counts."""
     torch._dynamo.reset()
     counters.clear()
     model = qlora(checkpoint, device)
@@ -63,7 +63,7 @@ def trained(checkpoint: str, device: torch.device, lengths: list[int], **options
 
 
 def kept(graphs: list[Counter[str]]) -> Any:
-    """A backend that counts each operator in the partitioned graphs, a forward and a backward each: what Inductor gets."""
+    """Return a backend that counts each operator in the partitioned graphs of forward and backward, which Inductor would get."""
 
     def keep(graph, inputs):
         graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
@@ -73,11 +73,11 @@ def kept(graphs: list[Counter[str]]) -> Any:
 
 
 def compare(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:
-    """Train without and with the patch; the same losses, gradients and counts. Returns what the patched training found.
+    """Compare losses, gradients and counts without the patch and with it. Return the results of the patched training.
 
-    The same bits, but of gradients that Inductor made on a GPU: there two compilations of stock bitsandbytes differ from
-    each other, in 5 of 42 LoRA gradients by up to 1e-7 of their norm (H200, torch 2.11; why is not known, and Inductor's
-    deterministic mode does not mend it). The bound there is bf16's rounding.
+    The bits are equal, except for gradients that Inductor computes on a GPU. There, two compilations without the patch
+    differ in 5 of 42 LoRA gradients, by up to 1e-7 of their norm (H200, torch 2.11). The cause is unknown, and
+    Inductor's deterministic mode does not help. So the limit there is bf16's rounding.
     """
     stock = trained(checkpoint, device, lengths, **options)
     with nf4_patch.enabled():
@@ -101,7 +101,7 @@ def compare(checkpoint: str, device: torch.device, lengths: list[int], **options
 @pytest.mark.full
 @pytest.mark.parametrize("backend", [{}, *[{"backend": "inductor"}] * GPU], ids=str)
 def test_the_whole_model_is_one_graph_and_a_second_for_other_lengths(checkpoint, device, backend):
-    """The same length twice compiles nothing; another one compiles once, with a symbolic size. The patch is in the backward."""
+    """A length that repeats compiles nothing. A second length compiles once, with a symbolic size. The backward runs patched."""
     found = compare(checkpoint, device, [48, 48, 56, 64], fullgraph=True, **backend)
     counts = found["counts"]
     assert counts["breaks"] == 0 and counts["graphs"] == counts["compilations"] == 2

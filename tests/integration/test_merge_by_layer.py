@@ -1,4 +1,7 @@
-"""The merge layer by layer of examples/merge_adapter.py: the same files as the merge in memory, or a refusal before anything is written."""
+"""examples/merge_adapter.py merges layer by layer.
+
+It writes the same files as the merge in memory, or refuses before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def options(**changes) -> dict:
 
 
 def adapter_of(base: str, folder: Path, dtype=torch.bfloat16, **lora) -> str:
-    """Save an adapter whose weights are random, all of them."""
+    """Save an adapter whose weights are all random."""
     model = load(base, dtype=dtype)
     torch.manual_seed(1)
     model = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": ATTENTION} | lora))
@@ -70,7 +73,7 @@ def adapter_of(base: str, folder: Path, dtype=torch.bfloat16, **lora) -> str:
 
 
 def in_memory(base: str, adapter: str, folder: Path, **options) -> Path:
-    """By the lines of docs/after-training.md."""
+    """Merge with the lines of docs/after-training.md."""
     model = load(base, **options).dequantize()
     model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
     model.save_pretrained(folder)
@@ -107,7 +110,10 @@ def are_the_same(base: str, adapter: str, folder: Path, **options) -> dict[str, 
     [*((name, False) for name in ("llama", *ARCHITECTURES)), *((name, True) for name in ("llama", *CONFIGS))],
 )
 def test_files_are_those_of_the_merge_in_memory(name, packed, tmp_path):
-    """Weights, configs and tokenizer; from the original checkpoint and from a packed one. The names are those of the original."""
+    """Compare weights, configs and tokenizer, from the original checkpoint and from a packed one.
+
+    The names are those of the original.
+    """
     base, four_bits = base_of(name, tmp_path / "base"), options()
     lora = {} if name == "llama" else EXPERTS | ({"target_modules": ["q_b_proj"]} if name == "deepseek-v3" else {})
     adapter = adapter_of(base, tmp_path / "adapter", **lora)
@@ -161,7 +167,7 @@ def test_experts_in_16_bits(tmp_path):
 
 
 def test_a_4_bit_checkpoint_with_experts_in_16_bits(tmp_path):
-    """As transformers saves it without nf4_patch."""
+    """transformers saves such a checkpoint without nf4_patch."""
     base = base_of("qwen3", tmp_path / "base")
     adapter = adapter_of(base, tmp_path / "adapter", **EXPERTS)
     with nf4_patch.enabled(experts="off"):
@@ -170,7 +176,7 @@ def test_a_4_bit_checkpoint_with_experts_in_16_bits(tmp_path):
 
 
 def test_shards(tmp_path, monkeypatch):
-    """The index names every weight once, and the model that is loaded is the one of the merge in memory."""
+    """The index names every weight once, and the loaded model equals the merge in memory."""
     base = base_of("qwen3", tmp_path / "base")
     adapter = adapter_of(base, tmp_path / "adapter", **EXPERTS)
     want = in_memory(base, adapter, tmp_path / "want", **options())
@@ -310,7 +316,7 @@ def test_an_interrupt_leaves_no_half_checkpoint(error, trained, tmp_path, monkey
 
 @pytest.mark.full
 def test_a_model_needs_an_adapter(tmp_path):
-    """Random weights are merged into a random model only."""
+    """Random weights are merged only into a random model."""
     command = ["python", EXAMPLES / "merge_adapter.py", "--model", tmp_path, "--out", "merged"]
     done = completed(command, tmp_path)
     assert done.returncode == 2 and "--adapter FOLDER" in done.stderr

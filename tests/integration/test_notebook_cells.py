@@ -1,4 +1,4 @@
-"""examples/t4_colab.ipynb: plain Python as tests/gpu/test_example_runs.py runs it, nothing to edit, outputs of a named GPU."""
+"""examples/t4_colab.ipynb is plain Python, as tests/gpu/test_example_runs.py runs it, and needs no edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDRESS = f"https://example.org/{WHEEL}"
 
 
 def test_no_output_is_saved():
-    """It would be older than the code."""
+    """A saved output would be older than the code."""
     assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"])
 
 

@@ -1,4 +1,4 @@
-"""The release matrix: what was recorded passed, and one of its cells runs here; and the wheel."""
+"""The recorded runs of the release matrix passed, one of its cells runs here, and the wheel works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = json.loads(matrix.RECORD.read_text())
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['cell']} on {row['place']}")
 def test_every_row_passed(row):
-    """Rows of before were counts of states and calls; each of them was equal to the bit."""
+    """Older rows hold counts of states and calls. All of their results were bit-identical."""
     assert re.match(r"\d+ tests passed|\d+ states, \d+ calls: equal", row["result"])
     assert not re.search(r"FAILED|DIFFERENT", row["result"])
     assert "tests" not in row or "refused" not in row["targets"].values()
@@ -47,7 +47,7 @@ def test_every_python_of_the_classifiers_has_a_session():
 
 
 def test_the_lower_bounds_of_pyproject_were_run():
-    """Those of what a cell can put before the installed releases; torch and triton have a row of their own."""
+    """This covers the libraries that a cell can put before the installed releases. torch and triton have a separate row."""
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     ran = dict(package.split("==") for package in matrix.CELLS["lowest"].packages)
     extras = project["optional-dependencies"]
@@ -65,7 +65,10 @@ def test_the_lower_bounds_of_pyproject_were_run():
 
 @pytest.mark.full
 def test_the_installed_releases_go_together():
-    """No package here forbids the release of another. Of Unsloth's dependencies some are missing: pip says that in other words."""
+    """No package here forbids the release of another.
+
+    Some of Unsloth's dependencies are missing, for which pip prints another message.
+    """
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     assert not [line for line in done.stdout.splitlines() if " but you have " in line]
 
@@ -93,7 +96,7 @@ def test_a_test_that_fails_is_named_in_its_row(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_wheel_works_in_an_empty_environment():
-    """Built and tried with nothing of this checkout: import, doctor, a weight by its kernel."""
+    """Build the wheel, and try it without this checkout: import, doctor, and a weight in the kernel."""
     environ = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([ROOT / "scripts" / "wheel", "--light"], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

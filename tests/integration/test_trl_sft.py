@@ -1,4 +1,4 @@
-"""TRL's own sft.py with LoRA in one function, switched on by the environment: the losses of peft's, in bf16's rounding."""
+"""TRL's own sft.py with LoRA in one function, switched on by the environment. Losses equal peft's within bf16's rounding."""
 
 from __future__ import annotations
 

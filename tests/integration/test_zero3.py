@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO-3 over two processes: bytes sharded, gathered for each use, decoded by the kernel, the same bits.
+"""DeepSpeed ZeRO-3 in two processes shards the bytes and gathers them for each use. The kernel decodes them, with the same bits.
 
-And LoRA in two processes, in every way: on packed experts, and on linear layers in one function.
+Other tests run LoRA in two processes in every way, on packed experts and on linear layers in one function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def launched(folder: Path, name: str, *words: object, **variables: str) -> str:
-    """What two processes of tests/programs/NAME.py print."""
+    """Return the output of tests/programs/NAME.py in two processes."""
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     program = Path(__file__).parents[1] / "programs" / f"{name}.py"
     command = [sys.executable, *GLOO, program, *words]

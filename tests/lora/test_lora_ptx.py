@@ -1,4 +1,7 @@
-"""The two launches of the fused matmul with a LoRA adapter, without a GPU: the PTX in the simulator, the Triton kernel interpreted."""
+"""The two launches of the fused matmul with a LoRA adapter, without a GPU.
+
+The PTX runs in the simulator, and the Triton kernel is interpreted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CASES = (
 
 
 def adapter_of(m, n, rank, parts, wide, generator):
-    """The parts of an inner product, padded to a multiple of 16 columns, and B."""
+    """Return the parts of an inner product, padded to a multiple of 16 columns, and B."""
     inner = torch.randn(parts, m, rank, generator=generator) / parts**0.5
     b = torch.randn(n, rank, generator=generator) * 0.3
     return torch.nn.functional.pad(inner, (0, -rank % 16)), b if wide else b.bfloat16()
@@ -38,7 +41,7 @@ def adapter_of(m, n, rank, parts, wide, generator):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=lambda case: "-".join(map(str, (case[1:]))))
 def test_it_adds_the_adapter(case):
-    """The error against fp64 is no greater than peft's, which rounds the base's product, the adapter's, and their sum."""
+    """The error against fp64 is no greater than peft's. peft rounds the base product, the adapter's product and their sum."""
     config, m, n, k, rank, parts, wide, with_bias = case
     layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +70,7 @@ def test_it_adds_the_adapter(case):
 @pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.max_m, *row.config))))
 @pytest.mark.parametrize("wide", [False, True])
 def test_rows_of_the_table_fit_into_shared_memory(row, wide):
-    """Every rank up to 32 at every row count, and every rank up to 64 at up to 32 rows."""
+    """Every rank up to 32 fits at every row count, and every rank up to 64 at up to 32 rows."""
     for m, rank in ((row.max_m, 32), (min(32, row.max_m), 64)):
         layout = layout_of(*quantized((64, 512), torch.bfloat16, "cpu"))
         adapter = AdapterLayout(rank, wide, 16)
@@ -84,7 +87,10 @@ def test_rows_of_the_table_fit_into_shared_memory(row, wide):
     [(1, 512, 16, False), (8, 640, 8, True), (33, 784, 36, True), (64, 4096, 4, False), (5, 4112, 64, False)],
 )
 def test_the_inner_product(m, k, rank, wide):
-    """Every part, column and row, with a tail of K. Columns past the rank are 0, so that the second launch can read them."""
+    """Check every part, column and row, with a tail of K.
+
+    Columns beyond the rank are 0, so that the second launch can read them.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     torch.manual_seed(0)

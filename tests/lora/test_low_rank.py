@@ -1,4 +1,4 @@
-"""The kernels of lora/ against their reference: at least as accurate as fp32, for every shape, address and stride."""
+"""The kernels of lora/, compared with their reference: at least as accurate as fp32, for every shape, address and stride."""
 
 from __future__ import annotations
 

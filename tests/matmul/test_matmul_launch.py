@@ -1,4 +1,4 @@
-"""The launch of the fused matmul without a GPU: its table of configs, its plans, what it compiles, and its PTX."""
+"""The launch of the fused matmul without a GPU: the table of configs, the plans, the compiled kernels and the PTX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H200 = (9, 0)
 
 
 def test_table_of_measured_sizes():
-    """Every Llama layer up to 64 rows on the H200 and no more; nothing on a GPU that was not measured."""
+    """The table covers every Llama layer up to 64 rows on the H200 and nothing more. It covers no GPU that was not measured."""
     shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
     for n, k in shapes:
         for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
@@ -34,14 +34,14 @@ def test_table_of_measured_sizes():
 
 
 def test_every_row_is_reached():
-    """No row of the table is dead: each is taken for some size."""
+    """Each row of the table is used for some size."""
     sizes = itertools.product((1, 16, 64), (1024, 4096, 8192, 14336), (4096, 14336))
     found = {id(launch.config_for(H200, m, n, k)) for m, n, k in sizes}
     assert found == {id(row.config) for row in SMALL_M_ROWS}
 
 
 def test_every_prompt_length_shares_six_kernels():
-    """1 to 64 rows of one layer: what is compiled follows the tiles, not the rows."""
+    """For 1 to 64 rows of one layer, compiled kernels depend on the number of tiles, not of rows."""
     for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
         plans = [
             small_m.plan(launch.config_for(H200, m, n, k), 132, m, n, k, False, torch.float32, False)
@@ -55,7 +55,10 @@ def test_every_prompt_length_shares_six_kernels():
     ((3, 6), 12030, {"one CTA"}), ((3, 6), 12020, set()), ((3, 5), 13000, set()), ((3, 6), 0, set()),
 ])  # fmt: skip
 def test_which_launches_begin_while_the_one_before_ends(release, driver, begins_early, monkeypatch):
-    """One CTA on a multiprocessor and one launch, from Hopper on, with a driver that can capture it."""
+    """A launch begins early if it is a single launch with one CTA per multiprocessor, on Hopper or newer.
+
+    The driver must be able to capture it.
+    """
     monkeypatch.setattr(small_m, "TRITON_RELEASE", release)
     monkeypatch.setattr(small_m, "driver_version", lambda: driver)
     configs = {
@@ -83,7 +86,7 @@ def test_plan_covers_every_row_once():
 
 
 def test_what_is_supported(monkeypatch):
-    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 16 bytes."""
+    """bf16 needs sm_80. K must be a multiple of the step, with blocks that may span rows. Packed bytes must be 16-byte aligned."""
     device = torch.device("cpu")
     x = SimpleNamespace(device=device, numel=lambda: 4096, is_neg=lambda: False)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
@@ -159,10 +162,11 @@ def test_what_is_asked_of_the_compiler(monkeypatch):
 
 @pytest.mark.full
 def test_every_row_compiles_for_every_gpu():
-    """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but past 56 rows of X.
+    """ptxas compiles every row's PTX for sm_80 and newer, and every candidate's for sm_75.
 
-    There all 255 registers are taken: up to 24 bytes on GPUs after Hopper, none on Hopper (Triton 3.7.1). Steps of 32 and 16
-    weights, which no model of the table has, may spill up to 72.
+    Only code for more than 56 rows of X uses local memory. That code needs all 255 registers, and spills up to 24 bytes
+    on GPUs newer than Hopper, but none on Hopper (Triton 3.7.1). Steps of 32 and 16 weights, which no model of the
+    table has, may spill up to 72 bytes.
     """
     lines = [line.split() for line in support("compile_fused_matmul")]
     assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}

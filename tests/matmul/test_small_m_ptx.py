@@ -1,4 +1,6 @@
-"""The PTX of the fused matmul, run without a GPU: the bits of its emulation and of dequantize, no race, no stray access."""
+"""The PTX of the fused matmul, run without a GPU: it has the bits of its emulation and of dequantize, no race and no
+stray access.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ CASES = (
 
 
 def execute(x, layout, config, bias=None, capability=T4):
-    """What matmul_4bit launches, on the CPU; and split_k."""
+    """Return the result of what matmul_4bit launches, on the CPU, and split_k."""
     (m, k), n, offset = x.shape, layout.shape[0], layout.offset_dtype()
     half, step = x.dtype is torch.float16, layout.step()
     cut = small_m.plan(config, PROCESSORS, m, n, k, half, offset, bias is not None, capability, step)
@@ -47,7 +49,7 @@ def execute(x, layout, config, bias=None, capability=T4):
 
 
 def has_the_bits_of_its_emulation(x, layout, config, bias, capability):
-    """The result, the weight and split_k."""
+    """Check that the result has the bits of the emulation. Return the result, the weight and split_k."""
     got, split_k = execute(x, layout, config, bias, capability)
     weight, depth = reference.dequantize(layout, False), small_m_ptx.DIALECTS[capability].mma_k
     assert torch.equal(got, in_order(x, weight, config, split_k, bias, depth, layout.step()))
@@ -90,7 +92,7 @@ def test_it_computes_the_matmul(case, capability):
 @pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.max_m, *row.config))))
 @pytest.mark.full
 def test_every_row_of_the_table(row):
-    """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
+    """Run the config with its most rows of X on an H200. The weight has few rows, and K exceeds one round of the warps."""
     n, k = 5 * row.config.block_n // 2, 2368 if row.config.warps_k == 8 else 1088
     x = torch.randn(row.max_m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     has_the_bits_of_its_emulation(x, layout_of(*quantized((n, k), torch.bfloat16, "cpu")), row.config, None, H200)

@@ -59,7 +59,7 @@ def close(got, exact, dtype):
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype, width, device):
-    """Every kernel with and without an addend; tensors that are not 16-byte aligned too."""
+    """Try every kernel with and without an addend, and with tensors that are not 16-byte aligned."""
     where, count = order(device), TOKENS * TOP_K
     spare = torch.randn(1 + count * width).to(device, dtype)
     rows, gradient, addend = (torch.randn(count, width).to(device, dtype) for _ in range(3))

@@ -1,4 +1,7 @@
-"""The device behind nf4/runtime.py: here the CPU stands in for it (support/quick_interpreter.py), and what is before is the users'."""
+"""The device functions in nf4/runtime.py.
+
+The CPU stands in for the device (support/quick_interpreter.py), and all other code is what users run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel against bitsandbytes, to the bit: under the interpreter without a GPU, compiled with one."""
+"""The kernel has the bits of bitsandbytes. It is interpreted without a GPU, and compiled with one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def poisoned(layout: PackedWeight) -> torch.Tensor:
 
 
 def check(packed: torch.Tensor, state: F.QuantState) -> None:
-    """Kernel and reference give bitsandbytes' numbers, and every element was written."""
+    """Check that kernel and reference give bitsandbytes' numbers, and that every element was written."""
     layout = layout_of(packed, state)
     want = expected(packed, state)
     upright = want.t() if layout.transposed() else want
@@ -64,7 +64,7 @@ def test_layouts(dtype, blocksize, nested, device):
 
 @pytest.mark.parametrize("blocksize2", [1, 2, 16, 256, 4096])
 def test_second_level_blocksizes(blocksize2, device):
-    """bitsandbytes makes 256 only; the layout allows every power of two."""
+    """bitsandbytes makes only blocks of 256. The layout allows every power of two."""
     packed, state = quantized((256, 512), torch.float16, device)
     blocks = state.absmax.numel()
     layout = layout_of(packed, state)._replace(
@@ -81,7 +81,7 @@ SPECIAL = [0.0, -0.0, 1e-38, 1e-39, 1e-45, 3e-38, math.inf, -math.inf, math.nan,
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("offset", [0.0, 1e-39, math.inf])
 def test_special_scales(dtype, nested, offset, device):
-    """Zeros, subnormals (kept by the CPU library, flushed by the CUDA one), infinities, NaN, overflow."""
+    """Try zeros, infinities, NaN, overflow, and subnormals, which the CPU library keeps and the CUDA library flushes."""
     packed, state = quantized((512, 256), dtype, device, nested=nested)
     values = torch.tensor(SPECIAL, device=device)
     if dtype is torch.bfloat16 and device.type == "cpu":  # the CPU's own bf16 convert (AVX512-BF16) drops subnormals
@@ -101,7 +101,10 @@ def test_special_scales(dtype, nested, offset, device):
 @pytest.mark.parametrize(("even", "tail"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("offset", [None, torch.float32], ids=["flat", "nested"])
 def test_what_the_first_use_is_checked_on(even, tail, offset, device):
-    """Every value of both codes, FP4's two zeros among the last elements too, which a path of its own may decode."""
+    """The sample has every value of both codes.
+
+    FP4's two zeros are also among the last elements, which another code path may decode.
+    """
     variant = compilation.Variant(8, torch.bfloat16, offset, even=even, tail=tail)
     sample = compilation.sample_weight(variant, compilation.elements_of(variant), device)
     assert sample.numel() % 8 == (3 if tail else 0)
@@ -134,7 +137,7 @@ def test_op_is_well_formed(device):
 
 
 def test_a_packed_weight_off_16_bytes(device, monkeypatch):
-    """The kernel runs off 4 bytes; off 1, the operator reads a copy and a replacement calls the original."""
+    """The kernel runs if the weight is 4-byte aligned. If it is not, the op reads a copy, and a replacement calls the original."""
     monkeypatch.setattr(runtime, "WORD", 4)  # as on a GPU
     packed, state = quantized((64, 256), torch.float16, device)
     want = expected(packed, state)

@@ -1,4 +1,4 @@
-"""Shared by the tests of the replacements."""
+"""Fixtures for the tests of the replacements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from nf4_patch.patching.quant_state import linear_weight
 
 @pytest.fixture(autouse=True)
 def experts_in_pytorch(monkeypatch):
-    """With the bits of transformers' forward. test_experts_forward has the kernels; interpreted, they take a second for the rows of a
-    hundred tokens.
+    """Run the experts in PyTorch, with the bits of transformers' forward.
+
+    test_experts_forward.py runs the kernels. Interpreted kernels take a second for the rows of a hundred tokens.
     """
     monkeypatch.setattr(launch, "supports", lambda tensor: False)
 
 
 @pytest.fixture
 def linear_op(device, monkeypatch):
-    """bitsandbytes 0.50's forward on the CPU too goes the way that it goes on a GPU."""
+    """Let bitsandbytes 0.50's forward run on the CPU as it runs on a GPU."""
     if device.type == "cpu":
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     import bitsandbytes.backends.cuda.ops as cuda_ops

@@ -1,6 +1,6 @@
-"""``activations=``: kept layers next to recomputed ones, to the bit; what is counted as out; what is refused, and why.
+"""Kept layers have the bits of recomputed layers, their memory is counted, and unsupported calls are refused for a Reason.
 
-The heap stands in for a GPU's memory (support/heap.py). gpu/test_activations_gpu.py and programs/ have a real one.
+The heap stands in for a GPU's memory (support/heap.py). gpu/test_activations_gpu.py and programs/ use a real GPU.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def test_4_bit_layers(checkpoint, linear_op, kwargs, lora):
 
 @BOTH
 def test_mixtures_with_packed_experts(kwargs):
-    """A recompute saves the dense stack, which its backward frees at once. A kept layer saves the packed one."""
+    """A recompute saves the dense stack, which its backward frees at once. A kept layer saves the packed stack."""
     tiny_experts = pytest.importorskip("tiny_experts")
 
     def run(option):
@@ -299,7 +299,7 @@ def test_retain_graph_and_a_second_backward(kwargs):
 
 @BOTH
 def test_a_loss_that_reads_a_hidden_state(kwargs):
-    """Its gradient is added to the sum of those inside the next layer, in the order of the checkpoint."""
+    """The loss's gradient is added to the sum of those inside the next layer, in the order of the checkpoint."""
     gradients = []
     for each in (model_of(kwargs).bfloat16(), model_of(kwargs).bfloat16()):
         if gradients:
@@ -313,7 +313,7 @@ def test_a_loss_that_reads_a_hidden_state(kwargs):
 
 @BOTH
 def test_two_forwards_before_their_backward(kwargs):
-    """As in DPO. Under a reentrant checkpoint, a layer that waits for its backward recomputes the next call."""
+    """DPO runs two such forwards. Under a reentrant checkpoint, a layer that waits for its backward recomputes the next call."""
     stock, model = model_of(kwargs), model_of(kwargs)
     gradients = []
     for each in (stock, model):
@@ -410,7 +410,7 @@ def test_two_models_and_the_next_model_after_del():
 
 
 def test_hooks_on_saved_tensors_get_every_tensor_of_a_recomputed_layer():
-    """As with TRL's activation offloading: what is kept must not wait in host memory and be counted as kept."""
+    """With TRL's activation offloading, kept activations must not wait in host memory and count as kept."""
     model = measured(model_of())
     with save_on_cpu():
         loss = loss_of(model, batch())
@@ -518,7 +518,7 @@ def shared(model):
 
 @BOTH
 def test_an_adapter_that_layers_share(kwargs):
-    """A reentrant checkpoint adds each layer's gradient to the sum on its own, which rounds otherwise."""
+    """A reentrant checkpoint adds each layer's gradient to the sum separately, which rounds differently."""
     want, model = train(shared(model_of(kwargs))), shared(model_of(kwargs))
     nf4_patch.enable(activations=GIB)
     assert equal(train(model), want)
@@ -625,7 +625,7 @@ RISING = [64] * 10 + [256] + [64] * 3 + [384, 128, 512, 64, 512, 512, 512, 512]
 
 @pytest.mark.full
 def test_lengths_that_rise_late_never_take_more_than_the_limit(gpu):
-    """A training that fits without us still fits. The margin is 4 MiB and 1/24 of the memory."""
+    """Training that fits without nf4_patch still fits. The margin is 4 MiB and 1/24 of the memory."""
     want, needed = peak_of(gpu, model_of(), RISING)
     gc.collect()
     gpu.total = needed + 40 * MIB
@@ -651,7 +651,7 @@ def test_a_long_batch_after_a_hundred_short_ones(gpu):
 
 
 class Late(torch.optim.SGD):
-    """It makes its state at its second step."""
+    """An optimizer that allocates its state at its second step."""
 
     def step(self, closure=None):
         self.steps = getattr(self, "steps", 0) + 1
@@ -661,7 +661,7 @@ class Late(torch.optim.SGD):
 
 
 def test_an_optimizer_that_allocates_at_its_second_step(gpu):
-    """The memory is measured after the second step, so this memory counts as needed."""
+    """The memory is measured after the second step, so the state counts as needed."""
     nf4_patch.enable(activations="auto")
     model, budgets = model_of(), []
     optimizer = Late(trained(model), lr=0.1)
@@ -675,7 +675,7 @@ def test_an_optimizer_that_allocates_at_its_second_step(gpu):
 
 
 def test_a_cap_on_the_memory(gpu):
-    """As set_per_process_memory_fraction sets it."""
+    """``set_per_process_memory_fraction`` sets such a cap."""
     nf4_patch.enable(activations="auto")
     gpu.fraction = 0.001
     train(model_of(), 4)
@@ -741,7 +741,9 @@ def test_two_options_share_memory_before_any_training(gpu):
 
 
 def test_the_budget_beside_a_cache_holds_all_layers(gpu, monkeypatch):
-    """Also where the checkpoint offloads inputs, and as CUDA graphs, whose backward takes as much as a layer more."""
+    """All layers also fit if the checkpoint offloads inputs, and as CUDA graphs, whose backward takes the memory of one
+    more layer.
+    """
     monkeypatch.setattr(module, "checkpoint_of", lambda _: Checkpoint(reentrant=False, offloads=True))
     model = model_of().bfloat16()
     nf4_patch.enable(activations="auto", cache="auto")
@@ -752,7 +754,7 @@ def test_the_budget_beside_a_cache_holds_all_layers(gpu, monkeypatch):
 
 
 def test_memory_that_others_hold_gives_way_too(gpu):
-    """As the pool of CUDA graphs, which joins as a user that wants nothing."""
+    """The pool of CUDA graphs is such memory. It joins as a user that wants nothing."""
     asked = []
     user = User(2, asked.append, {}, wants=lambda: 0)
     nf4_patch.enable(activations="auto")
@@ -771,7 +773,7 @@ def test_memory_that_others_hold_gives_way_too(gpu):
 
 @pytest.mark.full
 def test_the_next_training_starts_from_nothing(gpu):
-    """When the optimizer of a training is freed, what this training needed counts no more."""
+    """After a training's optimizer is freed, the memory that this training needed does not count any more."""
     nf4_patch.enable(activations="auto")
     model = model_of()
     train(model, 4, (512, 2))
@@ -811,7 +813,7 @@ def test_expected_reasons_raise_nothing_in_strict_mode(monkeypatch):
 
 @pytest.mark.full
 def test_unsloth(tmp_path):
-    """With its own checkpoint and with PyTorch's; Unsloth's own would round an input in fp32 to bf16."""
+    """Use PyTorch's checkpoint and Unsloth's. Unsloth's checkpoint would round an fp32 input to bf16."""
     from unsloth_releases import with_unsloth
 
     said = with_unsloth("2026.10.9", tmp_path, "activations_unsloth").split("\n")

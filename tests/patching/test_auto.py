@@ -1,4 +1,7 @@
-"""``cache="auto"``: when it waits, takes memory and gives it back. The GPU's free memory is simulated; see gpu/test_cache_gpu.py."""
+"""``cache="auto"``: when it waits, takes memory and gives it back.
+
+The GPU's free memory is simulated (gpu/test_cache_gpu.py uses a real GPU).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A simulated GPU. PyTorch keeps the memory that the cache gives back (``spare``) until ``empty_cache``."""
+    """A simulated GPU. PyTorch keeps the memory that the cache gave back (``spare``) until ``empty_cache``."""
     known = {"free": 10 * GIB, "reserved": 4 * GIB, "others": GIB, "margin": GIB}
     spare = []
 
@@ -89,7 +92,7 @@ BATCHES = {"B": (2, 512, 64), "L": (2, 1024, 64), "M": (1, 1024, 64), "N": (4, 5
 @pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_budget_in_the_course_of_a_training(gpu, schedule):
-    """B, L, M and N are forward passes; S, x, y and z are steps of optimizers; a digit is the budget at that point, in GiB."""
+    """B, L, M and N are forward passes. S, x, y and z are steps of optimizers. A digit is the budget at that point, in GiB."""
     optimizers = {name: optimizer() for name in "Sxyz"}
     begun = {
         name: [] for name in optimizers
@@ -164,7 +167,10 @@ def test_every_forward_of_a_4_bit_layer_is_observed_once(gpu, linear_op, monkeyp
 
 
 def test_the_same_input_counts_once_between_two_steps(gpu, monkeypatch):
-    """A function may pass it on to another one that reports it too. After a step it begins another forward pass."""
+    """A function may pass its input to another function that reports it too.
+
+    After a step, the same input begins another forward pass.
+    """
     observed, seen = cache.auto.observed, []
     monkeypatch.setattr(cache.auto, "observed", lambda x: seen.append(x) or observed(x))
     for count in range(1, auto.STEPS + 2):
@@ -299,7 +305,7 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
 
 
 def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, device):
-    """As for GRPO's rollouts with the fused matmul: budget, optimizers, batches and cached weights stay."""
+    """For GRPO's rollouts with the fused matmul, budget, optimizers, batches and cached weights stay."""
     assert budget_after(2) == 9 * GIB
     cache.auto.next_look = float("inf")  # what is cached here lies on the CPU
     watching, why = cache.auto, nf4_patch.status().cache.budget

@@ -1,4 +1,4 @@
-"""The cache alone: how an entry is identified, which weights are refused, and interrupts in the middle of a change."""
+"""The cache alone: how an entry is identified, which weights are refused, and interrupts during a change."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_address_of_the_scales_is_not_reused(cache, name):
 
 @pytest.mark.timeout(60)
 def test_a_signal_handler_may_ask_for_the_status(cache):
-    """Its own thread may be in the middle of a change, or another thread may hold the lock."""
+    """The handler's own thread may be changing the cache, or another thread may hold the lock."""
     asked = []
     before = signal.signal(signal.SIGVTALRM, lambda *_: asked.append(cache.snapshot().weights))
     signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 1e-3)
@@ -169,7 +169,7 @@ def test_what_happens_while_a_weight_is_decoded(cache):
 
 
 def test_a_freed_weight_makes_room(cache):
-    """Its parameter is freed, or only its memory because ``parameter.data`` was replaced."""
+    """Either the parameter is freed, or only its memory because ``parameter.data`` was replaced."""
     cache.configure(SIZE)
     packed, state = weight()
     read(cache, packed, state)
@@ -215,7 +215,7 @@ def test_another_weight_at_the_same_address_is_another_weight(cache):
 
 
 def test_the_weights_that_are_read_first_stay(cache):
-    """Later reads do not displace them. When one of them is freed, another weight takes its room."""
+    """Later reads do not displace these weights. When one of them is freed, another weight takes its room."""
     small = allocated(32 * 96 * 2)
     cache.configure(2 * SIZE + small)
     first, later = [weight(0), weight(1)], weight(2)
@@ -233,7 +233,7 @@ def test_the_weights_that_are_read_first_stay(cache):
 
 @pytest.mark.parametrize("part", [1, 2])
 def test_memory_of_two_parameters_is_refused_by_name(cache, part):
-    """A write through one parameter does not raise the version counter of the other, so neither is cached once both were read."""
+    """A write through one parameter does not raise the other's version counter, so neither is cached once both were read."""
     packed, state = weight()
     other, other_state = copy.copy(packed), state
     if part == 2:
@@ -344,7 +344,7 @@ def test_a_storage_of_which_nothing_is_cached_is_dropped_without_an_effect(cache
 
 
 def test_which_memory_would_belong_to_a_cuda_graph(monkeypatch):
-    """torch.compile warms a graph up on a side stream, so every side stream counts once its module is there."""
+    """torch.compile warms a graph up on a side stream, so every side stream counts once the module for CUDA graphs is imported."""
     trees = "torch._inductor.cudagraph_trees"
     found = []
     for stream, capturing, imported in [(0, True, True), (7, True, False), (7, False, True), (7, False, False)]:

@@ -1,6 +1,7 @@
-"""Whatever happens to weights, in whatever order: hypothesis reads, changes, copies and frees them under budgets that come and go.
+"""Hypothesis reads, changes, copies and frees weights in any order, under budgets that change.
 
-What is read has the bits of its packed bytes, what is kept stays within the budget, and nothing is left of what is gone.
+A read weight has the bits of its packed bytes, cached weights stay within the budget, and nothing is left of freed
+weights.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(budget=st.sampled_from(("off", f"{SIZE}B", f"{2 * SIZE}B", f"{2 * SIZE + 1}B", "1MiB", None)))
     def budget_changes(self, budget):
-        """None: drop the cached weights, and leave the budget as it is."""
+        """Set the budget. With None, drop the cached weights, and leave the budget unchanged."""
         nf4_patch.release() if budget is None else nf4_patch.enable(cache=budget)
         for place in self.places:
             place.kept = None

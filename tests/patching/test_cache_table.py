@@ -35,7 +35,7 @@ FORMS = {
 
 
 class Weights(torch.nn.Module):
-    """Two layers in sequence whose weights lie as ``form`` says."""
+    """Two layers in sequence. ``form`` says how their weights are stored."""
 
     def __init__(self, form: str, device: torch.device):
         super().__init__()
@@ -58,7 +58,7 @@ class Weights(torch.nn.Module):
 
 
 class Place:
-    """One of the parameters, in the form that the table of changes takes."""
+    """One of the parameters, with the attributes that the table of changes needs."""
 
     def __init__(self, module: Weights, i: int):
         self.held, self.states, self.i = module.held, module.states, i
@@ -148,7 +148,7 @@ def test_every_change_in_every_mode(mode, form, linear_op, fresh_dynamo):
 
 
 class WritesItsWeight(torch.nn.Module):
-    """A graph that writes the packed weight and then multiplies by it."""
+    """An autograd graph that writes the packed weight, and then multiplies by it."""
 
     def __init__(self, device):
         super().__init__()

@@ -1,4 +1,7 @@
-"""What torch.compile of a module reads from the cache: the forward inside bitsandbytes' op; the traced backward dequantizes."""
+"""Which code reads from the cache when torch.compile compiles a module: the forward, inside bitsandbytes' op.
+
+The traced backward dequantizes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The patch and its cache in the real Unsloth, on both sides of 2026.9.13, and under FSDP2, each in a process of its own.
+"""The patch and its cache in the real Unsloth, before and after 2026.9.13, and under FSDP2. Each case has its own process.
 
-The kernels run under the interpreter, and Unsloth's own CUDA launches are not reached: what they would have
-computed is bitsandbytes' CPU result.
+The kernels are interpreted. Unsloth's own CUDA launches are not reached, so bitsandbytes' CPU result stands for their
+results.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_callers_that_may_write_get_new_memory(linear_op):
 
 
 class Doubling(Object):
-    """A wrapper that writes into the weight that it gets."""
+    """A wrapper that doubles the weight that it gets, in place."""
 
     def __call__(self, *args, **kwargs):
         w = super().__call__(*args, **kwargs)
@@ -204,7 +204,7 @@ def test_a_wrapper_that_writes_into_a_weight_gets_new_memory(who, linear_op, mon
 
 
 def test_only_bitsandbytes_reads_from_the_cache(linear_op):
-    """bitsandbytes' autograd functions call the public function. Other callers of this function get new memory, in any thread."""
+    """bitsandbytes' autograd functions call the public function. Other callers of this function get a new tensor, in any thread."""
     layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
 
@@ -276,7 +276,7 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     ("nested", "name"), crossed((True, False), fuzz.FAULTS, only=[*[*fuzz.FAULTS][::3], "absmax None"])
 )
 def test_a_malformed_state_gets_the_same_answer_as_without_a_cache(name, nested, linear_op):
-    """The weight may have been read before its state was broken."""
+    """The weight may have been read before its state was damaged."""
 
     def answers(option):
         nf4_patch.enable(cache=option)

@@ -1,4 +1,4 @@
-"""torch.compile: no graph break, no recompile from step to step, the same numbers."""
+"""torch.compile with the patch: no graph break, no recompile between steps, and the same numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def ours(counter):
-    """The nodes of the compiled graphs that are ours."""
+    """Return nf4_patch's nodes in the compiled graphs."""
     names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert not any("triton" in name for name in names), names  # a kernel that Inductor would compile again
     return [name.removesuffix(".default") for name in names if "nf4_patch" in name]
@@ -44,7 +44,10 @@ def strided(tensor):
 
 @pytest.mark.full
 def test_linear4bit_forward_and_backward_fullgraph(patched, device):
-    """One graph, no recompile from step to step; before PyTorch 2.8, which cannot trace a Params4bit, stock's graphs."""
+    """There is one graph, and no recompile between steps.
+
+    PyTorch before 2.8 cannot trace a Params4bit, so the graphs are those without the patch.
+    """
     layer = linear(device)
     fullgraph = torch.__version__ >= (2, 8)
     patched.disable()
@@ -150,7 +153,7 @@ def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
 
 @pytest.mark.full
 def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, device):
-    """While tracing, what bitsandbytes dequantizes and we do not: the original's numbers, one graph, no break."""
+    """While Dynamo traces, a weight that only bitsandbytes supports gets the original's numbers, in one graph without a break."""
     unsupported = {
         "a table that bitsandbytes never reads": lambda state: setattr(state, "code", None),
         "an offset that is a number": lambda state: setattr(state, "offset", state.offset.item()),
@@ -169,7 +172,7 @@ def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, 
 
 
 def test_the_op_says_why_not_to_a_trace(device):
-    """The fake's answer and the guards' are one."""
+    """The fake gives the same Reason as the guards."""
     packed, state = quantized((64, 256), torch.bfloat16, device)
     layout = layout_of(packed, state)
     for changed in (
@@ -196,7 +199,9 @@ def test_the_op_says_why_not_to_a_trace(device):
     not hasattr(torch._dynamo.exc, "UnknownPropertiesDuringBackwardTrace"), reason="PyTorch 2.6 knows no second trace"
 )
 def test_the_backward_is_traced_once(patched, device, monkeypatch):
-    """A question for strides in it, is_contiguous() say, and Dynamo traces it again, with copies of the gradients."""
+    """If the replacement reads strides, for example with is_contiguous(), Dynamo traces the backward again, with copies
+    of the gradients.
+    """
     again = []
     monkeypatch.setattr(
         torch._dynamo.exc.UnknownPropertiesDuringBackwardTrace, "__init__", lambda self, *a: again.append(a)
@@ -207,7 +212,7 @@ def test_the_backward_is_traced_once(patched, device, monkeypatch):
 
 
 class Exportable(torch.nn.Module):
-    """A module whose weight is decoded in its forward; its tensors are buffers, as a strict export asks for."""
+    """A module whose forward decodes its weight. Its tensors are buffers, which a strict export requires."""
 
     def __init__(self, dequantize, device):
         super().__init__()
@@ -225,7 +230,7 @@ class Exportable(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)], ids=["non-strict", "strict"])
 def test_an_exported_program_needs_no_nf4_patch(patched, device, tmp_path, strict):
-    """It runs in a process that never imported nf4_patch, with the same numbers."""
+    """The program runs in a process that never imported nf4_patch, with the same numbers."""
     modules = {
         "original": Exportable(F.dequantize_4bit, device),
         "direct": Exportable(nf4_patch.dequantize_nf4, device),
@@ -250,7 +255,7 @@ def test_an_exported_program_needs_no_nf4_patch(patched, device, tmp_path, stric
 
 
 def test_a_jit_trace_records_the_original(patched, device):
-    """No constant is baked in: other bytes in the same weight give other numbers."""
+    """The trace stores no constant: if the weight gets other bytes, the numbers change."""
     packed, state = quantized((64, 256), torch.float32, device)
     other, _ = quantized((64, 256), torch.float32, device, seed=1)
     F.dequantize_4bit(packed, state)  # remembered before the trace
@@ -261,7 +266,7 @@ def test_a_jit_trace_records_the_original(patched, device):
 
 
 class NoCopyFromTheHost(TorchDispatchMode):
-    """As while a CUDA graph is captured; "meta" stands for the GPU."""
+    """A mode that forbids copies from the host, as a CUDA graph capture does. "meta" stands for the GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -300,7 +305,10 @@ def test_the_code_is_rounded_once_whatever_the_default_dtype(quant_type):
 
 
 def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
-    """A graph runs on another machine than it was traced on: the formula, or an error; never unwritten memory."""
+    """A graph may run on another machine than it was traced on.
+
+    There it uses the formula or raises an error, and never returns unwritten memory.
+    """
     packed, state = quantized((64, 256), torch.bfloat16, device)
     layout = layout_of(packed, state)
     want = torch.ops.nf4_patch.dequantize_nf4(*layout)

@@ -1,4 +1,4 @@
-"""torch.compile as a T4 user meets it: Inductor skips bf16 graphs below sm_80, and re-emits no kernel of ours."""
+"""torch.compile as on a T4: Inductor skips bf16 graphs below sm_80, and never compiles a kernel of nf4_patch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture
 def no_bf16(monkeypatch):
-    """The answer of a T4 to what Inductor asks about bf16: emulated, not native. A CPU is asked as if it were one."""
+    """Give the answers of a T4 to Inductor's questions about bf16: emulated, not native. Inductor treats the CPU like a T4."""
 
     def is_bf16_supported(including_emulation: bool = False) -> bool:
         return including_emulation
@@ -62,7 +62,7 @@ def test_inductor_calls_the_op_in_fp16_and_emits_no_kernel_of_it(patched, no_bf1
 
 
 def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no_bf16, device):
-    """What a T4 user gets in bf16: a warning, no compiled graph, the right numbers."""
+    """A T4 user gets a warning, no compiled graph, and the right numbers in bf16."""
     packed, state, x = arguments(torch.bfloat16, device)
     want = function(packed, state, x)
     counters.reset()

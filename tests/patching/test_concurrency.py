@@ -1,4 +1,4 @@
-"""Threads, modes and checkpoints around the patched functions. Streams and graphs: gpu/test_launch.py."""
+"""Threads, modes and checkpoints around the patched functions. gpu/test_launch.py tests streams and graphs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_default_device_of_the_user(device, patched):
 
 def test_status_while_another_thread_meets_a_new_shape(patched, monkeypatch):
     class Meeting:
-        """Read as a counter; another thread, with a shape of its own, comes in at that moment."""
+        """A counter during whose read another thread adds a new shape."""
 
         addresses: frozenset[int] = frozenset()
 
@@ -118,7 +118,7 @@ def fake_bitsandbytes(folder, init, functional):
 
 @pytest.mark.parametrize("halfway", ["before", "after"])
 def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_path):
-    """A bitsandbytes whose import stops before or after its function is there, until enable() has been called."""
+    """The import of bitsandbytes pauses before or after it defines the function, until enable() was called."""
     parts = ["import gate; gate.halfway.set(); gate.wait()", DEFINITION]
     fake_bitsandbytes(tmp_path, "from . import functional", "\n".join(parts if halfway == "before" else parts[::-1]))
     (tmp_path / "gate.py").write_text(
@@ -128,7 +128,7 @@ def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_p
 
 
 def test_enable_inside_the_import_of_the_same_thread(tmp_path):
-    """As bitsandbytes' entry points do: no wait for itself."""
+    """bitsandbytes' entry points do this. enable() must not wait for the import that calls it."""
     fake_bitsandbytes(tmp_path, "from . import functional; import nf4_patch; nf4_patch.enable()", DEFINITION)
     code = "import bitsandbytes.functional as F; assert hasattr(F.dequantize_4bit, '__wrapped__'), F.dequantize_4bit"
     python(code, path=tmp_path)
@@ -145,7 +145,10 @@ HALFWAY = {
 @pytest.mark.full
 @pytest.mark.parametrize("when", thinned(HALFWAY, 3))
 def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
-    """Installed when that import is complete, over what stands there then; after one that failed with the next."""
+    """The target is installed when this import ends, over the function that the module then has.
+
+    If the import fails, the next import installs it.
+    """
     fails = "if not os.environ.setdefault('FAILED', ''): os.environ['FAILED'] = '1'; raise KeyError('halfway')"
     fake_bitsandbytes(tmp_path, "", "\n".join(("import os", *HALFWAY[when], fails)))
     code = """

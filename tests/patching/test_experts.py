@@ -1,4 +1,6 @@
-"""Training and generation of transformers' mixtures with packed experts: bit-identical results, and what is saved and decoded."""
+"""Training and generation of transformers' mixtures with packed experts: bit-identical results, and the stacks that are
+saved and decoded.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +264,7 @@ def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fre
 
 
 def test_no_expert_is_no_decode(patched, monkeypatch):
-    """As for a batch in which no token goes to a process's experts."""
+    """A batch needs no expert if none of its tokens goes to a process's experts."""
     module = experts_of(model_of("qwen3"))[0]
     stack = stacks_of(module, Dequantizer("test"))["down_proj"]
     want = stack.dense()[:0]

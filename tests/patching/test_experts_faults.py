@@ -1,4 +1,4 @@
-"""Packed experts when something fails: an error in our forward, in the original, or a stack that changes before the backward."""
+"""Faults with packed experts: an error in nf4_patch's forward or in the original, or a stack that changes before the backward."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
 
 @pytest.mark.parametrize(("hooks", "change"), crossed((contextlib.nullcontext, save_on_cpu), WRITING, every=3))
 def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
-    """Autograd refuses it. With hooks that copied the saved tensors, autograd does not check, and our code refuses it."""
+    """Autograd refuses the backward. If hooks copied the saved tensors, autograd does not check, and nf4_patch refuses it."""
     layer = Layer()
     with hooks():
         output = layer.forward()
@@ -236,7 +236,7 @@ def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, back
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_autograd_around_the_backward_of_the_kernels(patched, monkeypatch):
-    """LoRA on both stacks: the gradients of the kernels' own backward, up to rounding in bf16."""
+    """With LoRA on both stacks, gradients equal those of the kernels' own backward, up to rounding in bf16."""
     monkeypatch.setattr(launch, "supports", lambda tensor: True)
     model = with_lora(model_of("qwen3", torch.bfloat16, lora=False))
     model.enable_input_require_grads()

@@ -1,4 +1,4 @@
-"""Our forward of the experts computes the same values as transformers', with and without LoRA, in every way to run a step."""
+"""nf4_patch's forward of the experts computes the same values as transformers', with and without LoRA, in every kind of step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
 
 
 class Own:
-    """Stand-in for ``launch.supports`` that chooses the kernels, also on a CPU, or PyTorch, and counts the calls."""
+    """Stand-in for ``launch.supports``. It chooses the kernels, also on a CPU, or PyTorch, and counts the calls."""
 
     def __init__(self) -> None:
         self.on, self.calls = True, 0
@@ -88,7 +88,7 @@ step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter ta
 
 @pytest.mark.parametrize(("name", "lora"), crossed(ARCHITECTURES, (True, False)))
 def test_a_step_is_transformers(name, lora, own):
-    """In fp32 the results differ from transformers' only by the order of sums."""
+    """In fp32, results differ from transformers' only by the order of sums."""
     model = adapted(name, lora=lora)
     found, want = step(model), theirs(own, step, model)
     assert found.keys() == want.keys() and own.calls == LAYERS and not reasons()
@@ -142,7 +142,9 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["recomputed", "reentrant"])
 def test_a_checkpointed_step_is_the_same(how, own):
-    """A step with checkpointing equals a step without. test_experts_lora tests the same for the forward in PyTorch."""
+    """A checkpointed step equals a step without checkpointing. test_experts_lora.py has the same test for the forward
+    in PyTorch.
+    """
     model = adapted("qwen3")
     model.enable_input_require_grads()
     plain = step(model)
@@ -168,7 +170,10 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
 
 
 def test_nothing_of_a_checkpointed_step_is_left(own):
-    """No tensor of a step stays alive. Layers of Gemma 4 share a dict of keys and values, which could link a recompute's inputs to the graph."""
+    """No tensor of a step stays alive.
+
+    Layers of Gemma 4 share a dict of keys and values, which could tie a recompute's inputs to the graph.
+    """
     model, inputs = adapted("gemma4"), []
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
@@ -275,7 +280,7 @@ def test_where_the_kernels_serve(monkeypatch):
 
 
 def test_experts_spread_over_processes_are_transformers(patched):
-    """With LoRA too, which peft adds to the dense experts."""
+    """peft adds LoRA to the dense experts, which transformers' forward computes."""
     for model in (model_of("qwen3"), with_lora(model_of("qwen3", lora=False))):
         for module in experts_of(model):
             module._is_expert_parallel = True
@@ -292,7 +297,7 @@ TARGET = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped
 
 
 def exact_layer(trains: tuple[str, ...] = (), frozen: bool = False):
-    """Return the experts of a layer in fp32, in which the stacks in ``trains`` are dense and trained."""
+    """Return the experts of a layer in fp32. The stacks in ``trains`` are dense and trained."""
     packed = tuple(stack for stack in tiny_experts.STACKS if stack not in trains)
     experts = experts_of(model_of("qwen3", torch.float32, lora=False, stacks=packed))[0]
     hidden = torch.linspace(-1, 1, 4 * 64, device=DEVICE).view(4, 64).requires_grad_(not frozen)
@@ -369,7 +374,7 @@ def doubling(function, wrapped):
     ],
 )
 def test_a_function_that_somebody_put_in_place_runs(place, when, wrapped, stacks, patched):
-    """Their function runs with peft's own LoRA. functools.wraps makes it look like the library's."""
+    """The replaced function runs, with peft's own LoRA. functools.wraps makes it look like the library's function."""
     target = next(target for target in TARGETS if target.name == place)
     holder = target.holder(sys.modules[target.module])
     patched.disable()
@@ -416,7 +421,7 @@ def by_instance(module):
 
 
 def alone(module):
-    """The module's new forward calls nothing of the library."""
+    """Give the module a forward that calls nothing of the library."""
     module.forward = lambda x, ids, weights: x + module.down_proj.sum() + module.gate_up_proj.sum()
 
 

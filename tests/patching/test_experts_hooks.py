@@ -48,7 +48,7 @@ class DoublingChain(parametrize.ParametrizationList):
 
 
 def gathered(layer):
-    """Load the weight only for each use, and leave another tensor there in between, as DeepSpeed's ZeRO-3 does."""
+    """Load the weight only for each use, and leave another tensor in its place between uses, as DeepSpeed's ZeRO-3 does."""
     packed = layer.chain().original
     held = packed.data
     packed.data = held.new_empty(0)

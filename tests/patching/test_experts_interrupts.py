@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a merge of packed experts: it is merged, or it is not."""
+"""After Ctrl-C at any line of a merge of packed experts, each adapter is either merged or not merged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def option(patched):
 
 
 def inside(function, name: str) -> CodeType:
-    """The code of a function that another one defines."""
+    """Return the code of a function that another function defines."""
     return next(each for each in function.__code__.co_consts if getattr(each, "co_name", None) == name)
 
 
 def body(replacement):
-    """The function under ``@around``."""
+    """Return the function that ``@around`` decorates."""
     (cell,) = replacement.__closure__
     return cell.cell_contents
 
@@ -60,7 +60,7 @@ MERGING = (
     "way", ["merge", *(pytest.param(way, marks=pytest.mark.full) for way in ("second", "unmerge"))]
 )
 def test_merging(way):
-    """The bytes of every stack are those that its list of merged adapters says, and what is merged comes out to the bit."""
+    """Every stack has the bytes that its list of merged adapters says. Unmerging restores the original bytes."""
     model, where = tiny(), []
     model.add_adapter("second", LoraConfig(r=2, target_parameters=SUFFIXES, init_lora_weights=False))
     for value in adapters_of(model).values():

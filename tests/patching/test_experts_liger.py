@@ -1,4 +1,4 @@
-"""Experts whose forward is Liger's: packed ones run transformers' grouped products, those in 16 bits Liger's own."""
+"""Experts with Liger's forward: packed experts run transformers' grouped products, and experts in 16 bits run Liger's own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def packed():
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("way", "own"), crossed((by_class, by_module), (False, True)))
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
-    """Losses and gradients, including the adapters', equal those without Liger; with the PyTorch forward they are bit-identical."""
+    """Losses and gradients, including the adapters', equal those without Liger.
+
+    With the PyTorch forward, they are bit-identical.
+    """
     monkeypatch.setattr(launch, "supports", lambda tensor: False)
     want = step(with_lora(packed()), tokens=4)
     if own:

@@ -67,7 +67,7 @@ def same_stacks(model, stacks, quant_type="nf4", nested=True, **options):
 
 
 def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
-    """Packed bytes and every field of the state are those of quantize_4bit of the checkpoint's stack."""
+    """Check that packed bytes and every field of the state equal those that quantize_4bit makes of the checkpoint's stack."""
     packed, state = parametrization(model, name)
     wanted, wanted_state = F.quantize_4bit(dense, compress_statistics=nested, quant_type=quant_type, **options)
     fields, wanted_fields = state.as_dict(), wanted_state.as_dict()
@@ -80,7 +80,10 @@ def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
 
 
 def test_a_stack_that_is_too_large_for_bitsandbytes(qwen3, patched, monkeypatch):
-    """A stack that is too large raises before loading. The named modules, when skipped, stay in 16 bits."""
+    """A stack that is too large raises an error before loading.
+
+    If ``llm_int8_skip_modules`` names its module, it stays in 16 bits.
+    """
     folder, stacks = qwen3
     patched.enable(**PACKED)
     elements = max(stack.numel() for stack in stacks.values())
@@ -104,7 +107,10 @@ def equal_state_dicts(model, other):
 
 
 def logits(model):
-    """Use training mode. In eval mode, on a CPU with AVX512-BF16, bitsandbytes repacks linear layers and fails on 32 columns."""
+    """Return the logits in training mode.
+
+    In eval mode, on a CPU with AVX512-BF16, bitsandbytes repacks linear layers and fails on 32 columns.
+    """
     with torch.no_grad():
         return model.train()(torch.arange(24).view(2, 12)).logits
 
@@ -163,7 +169,7 @@ DTYPES = ((torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.fl
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("dtypes", "how"), crossed(DTYPES, itertools.product(("nf4", "fp4"), (True, False))), ids=str)
 def test_the_configuration_decides(qwen3, tmp_path, dtypes, how):
-    """FSDP needs packed bytes that are stored as another dtype than uint8, for every dtype of the model."""
+    """For FSDP, packed bytes must be stored in a dtype other than uint8, for every dtype of the model."""
     (dtype, storage), (quant_type, nested) = dtypes, how
     folder, stacks = qwen3
     config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
@@ -202,7 +208,7 @@ def test_what_was_saved_packed_is_packed_whatever_is_skipped_now(qwen3, tmp_path
 
 
 def test_a_sharded_checkpoint(tmp_path):
-    """The experts of a layer are spread over several files."""
+    """The checkpoint spreads a layer's experts over several files."""
     stacks = saved(random_model("qwen3"), tmp_path / "dense", max_shard_size="60KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 4
     for each in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed", shards="60KB"):
@@ -392,7 +398,7 @@ def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monke
 @pytest.mark.every(2)
 @pytest.mark.parametrize("option", [None, "4bit"])
 def test_other_models_are_loaded_as_they_are(option, tmp_path):
-    """Load a dense model in 4 bits and a mixture in 16; without the option, a mixture in 4 bits with experts in 16."""
+    """Load a dense model in 4 bits, a mixture in 16 bits, and, without the option, a mixture in 4 bits with experts in 16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
@@ -592,7 +598,7 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     ids=["transformers", "trl", "run"],
 )
 def test_gpt_oss_in_mxfp4_by_variables_alone(mxfp4, words, before, tmp_path):
-    """transformers chooses the quantizer before anything imports bitsandbytes, and torch loads the entry point."""
+    """transformers chooses the quantizer before anything imports bitsandbytes, so torch loads the entry point."""
     if not (words or importlib.metadata.entry_points(group="torch.backends", name="nf4_patch")):
         assert not os.environ.get("CI"), "the installed package has no such entry point: install it again"
         pytest.skip("nf4_patch is not installed, or without this entry point")
@@ -607,7 +613,7 @@ def test_gpt_oss_in_mxfp4_by_variables_alone(mxfp4, words, before, tmp_path):
 
 @pytest.mark.parametrize(("storage", "elements"), [(torch.bfloat16, 1026), (torch.float32, 1028)])
 def test_a_storage_that_the_packed_bytes_do_not_fill_is_refused(storage, elements):
-    """On a GPU bitsandbytes writes past its result there."""
+    """On a GPU, bitsandbytes would write past the end of its result."""
     config = in_4bit(bnb_4bit_quant_storage=storage)
     with pytest.raises(ValueError, match=rf"{elements // 2} packed bytes .* whole elements of .*{storage}"):
         loading.quantize_stack(torch.ones(1, 1, elements), config)

@@ -1,4 +1,4 @@
-"""LoRA on experts, packed and in 16 bits: the same files and results as peft, computed as a separate product."""
+"""LoRA on experts, packed and in 16 bits, gives peft's files and results, and is computed as a separate product."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def logits(model, tokens: int = 24) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", architectures())
 def test_frozen_experts_are_the_same_to_the_bit(name, option):
-    """With frozen experts, our PyTorch forward is bit-identical to transformers'."""
+    """With frozen experts, nf4_patch's forward in PyTorch is bit-identical to transformers'."""
     model = model_of(name, lora=False)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
     ours = step(model)
@@ -109,8 +109,9 @@ def test_frozen_experts_are_the_same_to_the_bit(name, option):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on an H200 they are: up to 1.09 times on average")
 @pytest.mark.parametrize("name", architectures())
 def test_errors_are_no_larger_than_pefts(name, stock):
-    """Compare loss and gradients with the same formula in fp64, on packed experts and on experts in 16 bits. peft's errors are those
-    on experts in 16 bits."""
+    """Compare loss and gradients with the same formula in fp64, on packed experts and on experts in 16 bits. peft's
+    errors are those on experts in 16 bits.
+    """
     model = model_of(name, lora=False)
     dense, exact = dense_of(model), dense_of(model, torch.float64)
     exact.set_experts_implementation("eager")
@@ -203,9 +204,11 @@ SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size
     ("version", "of"), crossed(({"peft_version": "0.18.1"}, {}), itertools.product(CONFIGS, STACKS)), ids=str
 )
 def test_an_adapter_of_peft_before_0_19(of, version, tmp_path):
-    """peft 0.17 names no version in the file.
+    """peft 0.17 writes no version into the file.
 
-    Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks were never swapped."""
+    Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks
+    were never swapped.
+    """
     name, stack = of
 
     def packed():
@@ -275,7 +278,7 @@ def beside_another(model, folder):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("load", "said"), crossed((by_peft, by_transformers, beside_another), LAYOUTS, every=2))
 def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
-    """An adapter whose lora_B has another order than peft's is refused on dense experts, and on packed experts even with the option off."""
+    """An adapter with another order of lora_B than peft's is refused. Packed experts refuse it even with the option off."""
     model = with_lora(model_of("qwen3", lora=False), target_modules=[])
     want = logits(model, 4)
     model.save_pretrained(tmp_path)
@@ -299,7 +302,7 @@ def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
 
 
 def test_the_layout_of_unsloth_reordered(tmp_path):
-    """The code in docs/after-training.md moves column expert * rank + j to j * experts + expert."""
+    """The code in docs/notes/older-unsloth-adapter.md moves column expert * rank + j to j * experts + expert."""
     model = with_lora(model_of("qwen3", lora=False))
     want = logits(model)
     model.save_pretrained(tmp_path)
@@ -351,7 +354,7 @@ def test_an_adapter_of_another_kind(packed):
 
 
 def test_experts_define_what_goes_down_last():
-    """All classes of experts define the down projection last. ``seen_dense`` relies on this order."""
+    """``seen_dense`` relies on this order in all classes of experts."""
     for name in ARCHITECTURES:
         model = AutoModelForCausalLM.from_config(config_of(name))
         for module in experts_of(model):
@@ -424,7 +427,7 @@ def test_a_copy_of_experts_in_16_bits_is_pefts(how, stock):
 
 
 def test_experts_that_run_before_others_are_asked():
-    """A hook on the experts runs another model without adapters. The waiting adapters of the first model do not apply to it."""
+    """A hook on the experts runs another model without adapters. The first model's waiting adapters do not apply to it."""
     model, other, found = with_lora(model_of("qwen3", lora=False)), model_of("qwen3", lora=False), []
     want, wanted = logits(model), logits(other)
     handle = experts_of(model)[0].register_forward_pre_hook(lambda *_: found.append(logits(other)))
@@ -663,7 +666,10 @@ def test_a_step_after_what_people_do_between_two(name, mode, option):
 
 @pytest.mark.parametrize("way", ["packed", "loaded"])
 def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
-    """bitsandbytes 0.49 hooks the experts without ``always_call``, so an aborted recompute would leave PyTorch's parametrize cache on."""
+    """bitsandbytes 0.49 hooks the experts without ``always_call``.
+
+    So an aborted recompute would leave PyTorch's parametrize cache on.
+    """
     register = torch.nn.Module.register_forward_hook
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "register_forward_hook", lambda self, hook, **_: register(self, hook))
@@ -683,7 +689,10 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.full)], ids=["nested", "flat"])
 def test_taken_out_as_it_was_merged(nested, option):
-    """Merge and unmerge five times, as GRPO with vLLM does, while the adapters change: with two adapters, and also with the patch off."""
+    """Merge and unmerge two adapters five times while they change, as GRPO with vLLM does.
+
+    Each time, also do so with the patch off.
+    """
     model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
     model.add_adapter("other", LoraConfig(r=2, target_parameters=SUFFIXES, init_lora_weights=False))
     before, results = bytes_of(model), []
@@ -721,7 +730,10 @@ def test_host_memory_holds_it_as_long_as_it_is_merged():
 
 @pytest.mark.parametrize("around", [parametrize.cached, torch.inference_mode])
 def test_merged_within(around):
-    """A merge inside the context is read at once, and unmerging restores the bytes. LoRA is on experts only, because peft's unmerge rounds other layers."""
+    """Inside the context, reads see a merge at once, and unmerging restores the bytes.
+
+    Only experts have LoRA, because peft's unmerge rounds other layers.
+    """
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12, target_modules=[])
     before, plain = bytes_of(model), step(model)
     model.merge_adapter()
@@ -802,7 +814,7 @@ def test_a_copy_is_taken_out_as_it_was_merged(way, option):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_a_hash_sees_every_byte(dtype):
-    """The hash depends on every byte and its position, also over several parts whose last one is shorter than a word."""
+    """The hash depends on every byte and its position. Also try several parts with a last part that is shorter than a word."""
     tensor = torch.arange(20).repeat(5).to(torch.uint8).view(dtype)
     found = set()
     with pytest.MonkeyPatch.context() as patch:

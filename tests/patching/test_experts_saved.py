@@ -1,4 +1,4 @@
-"""What selective checkpointing and hooks on saved tensors keep of the experts' forward: nothing that is written into, nothing dense."""
+"""Selective checkpointing and hooks on saved tensors keep nothing of the experts' forward that is written to, and nothing dense."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IN_PYTORCH = pytest.mark.parametrize(
 
 @pytest.fixture(params=["kernels", "pytorch"])
 def ours(request, patched, monkeypatch):
-    """Run our forward with the kernels, also on a CPU, and in PyTorch."""
+    """Run nf4_patch's forward with the kernels, also on a CPU, and in PyTorch."""
     monkeypatch.setattr(launch, "supports", lambda tensor: request.param == "kernels")
     return patched
 
@@ -83,7 +83,10 @@ def selective(policy, **options):
 @IN_PYTORCH
 @pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
 def test_selective_checkpointing(name, policy, ours):
-    """The gradients of a step without, to the bit. The experts alone, as other parts of transformers' layers write into results of ops."""
+    """Gradients equal those of a step without checkpointing.
+
+    Only the experts are checkpointed, because transformers' layers write into results of ops.
+    """
     model = adapted(name)
     plain = step(model)
     outermost = [module for name, module in model.named_modules() if name.endswith(".experts")]
@@ -107,7 +110,7 @@ def test_selective_checkpointing_of_a_model(ours):
 
 
 class Hooks(saved_tensors_hooks):
-    """Hooks of somebody's that keep what they get, and hand it out once, as TRL's activation offloading does."""
+    """Hooks that keep the saved tensors and return each once, as TRL's activation offloading does."""
 
     def __init__(self):
         self.kept, self.packed = {}, []
@@ -132,7 +135,7 @@ AROUND = {
 @IN_PYTORCH
 @pytest.mark.parametrize(("name", "around"), crossed(("qwen3", "gpt-oss"), AROUND))
 def test_hooks_that_keep_what_is_saved_get_nothing_dense(name, around, ours):
-    """Neither a dense stack nor a packed one; what they get is asked for once."""
+    """The hooks get neither a dense nor a packed stack. Each tensor that they get is requested once."""
     model = adapted(name)
     plain, stacks = step(model), {chain.original.numel() for chain in chains_of(model)}
     sizes = stacks | {2 * size for size in stacks}  # packed, and dense

@@ -1,6 +1,6 @@
-"""Failure injection: what breaks under or inside nf4_patch never breaks a training, and says its name.
+"""Injected faults: an error below or inside nf4_patch never ends training, and is reported by name.
 
-What needs a compiler and a GPU is in gpu/test_gpu_faults.py.
+gpu/test_gpu_faults.py has the faults that need a compiler and a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
 def before_the_patch(packed, state):
-    """Return what bitsandbytes returns. The patch is off meanwhile, so it remembers no launch for the weight."""
+    """Return the result of bitsandbytes with the patch off, so that no launch is remembered for the weight."""
     nf4_patch.disable()
     want = expected(packed, state)
     nf4_patch.enable()
@@ -63,7 +63,10 @@ TRITONS = RuntimeError("Triton Error [CUDA]: out of memory")
     ids=["a mistake, strict", "interrupt", "memory", "memory, strict", "memory at a launch"],
 )  # fmt: skip
 def test_what_is_raised(on, error, strict, monkeypatch):
-    """Memory is never swallowed: the original would need the same, and a second attempt would hide where it ran out."""
+    """Out-of-memory errors are never hidden.
+
+    The original would need the same memory, and a second attempt would hide where it ran out.
+    """
     packed, state = quantized((64, 128), torch.float16, on)
     if runtime.is_out_of_memory(error):
         monkeypatch.setattr(launch, "dequantize", raising(error))
@@ -117,7 +120,10 @@ def test_out_of_memory_while_a_kernel_is_loaded_is_not_remembered(error):
 
 @pytest.mark.parametrize("error", [ValueError("ptxas"), runtime.KernelUnavailable("ptxas", "MISALIGNED")])
 def test_a_remembered_failure_keeps_no_weight_alive(error):
-    """Nor does it grow: an exception that is raised again and again adds the frames of every raise to its traceback."""
+    """The failure does not grow either.
+
+    An exception that is raised repeatedly collects the frames of every raise in its traceback.
+    """
     known: dict = {}
 
     def use(weight):
@@ -137,7 +143,7 @@ def test_a_remembered_failure_keeps_no_weight_alive(error):
 
 
 def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
-    """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
+    """torch.compile's graph has no original, so it uses the plain formula, with the same bits."""
     packed, state = quantized((64, 128), torch.bfloat16, on)
     want = before_the_patch(packed, state)
     warn_once.cache_clear()
@@ -166,7 +172,7 @@ def test_without_triton():
 
 @pytest.mark.full
 def test_without_a_gpu(tmp_path):
-    """On a GPU machine too: PyTorch is then built for CUDA, and finds no GPU."""
+    """On a GPU machine, PyTorch is built for CUDA, but finds no GPU."""
     program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")
 
 
@@ -183,7 +189,7 @@ def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
 
 
 def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched(monkeypatch):
-    """A newer Unsloth whose function takes another argument."""
+    """A newer Unsloth has a function with another argument."""
 
     def _fast_dequantize_bnb(W, quant_state=None, out=None, use_global_buffer=False, *, layout): ...
 
@@ -211,7 +217,7 @@ def test_something_else_at_the_patched_name(what, note):
 
 
 def test_garbage_arguments_get_the_originals_error(on):
-    """What the original answers with an exception, it still does, with its own."""
+    """If the original raises an error for arguments, the replacement raises the same error."""
     packed, state = quantized((64, 128), torch.float16, on)
     for arguments in [(None, state), ("text", state), (packed, 42), (packed, None), (packed.cpu().numpy(), state), ()]:
         nf4_patch.disable()

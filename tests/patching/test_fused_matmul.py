@@ -1,4 +1,4 @@
-"""The switch of the fused matmul, and what its replacements in bitsandbytes and Unsloth do with every call. No GPU."""
+"""The switch of the fused matmul, and how its replacements in bitsandbytes and Unsloth handle every call, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nf4_patch.patching.switch import switch
 
 
 def test_who_copied_the_name_gets_what_is_switched_on(monkeypatch):
-    """Also a copy that was made while it was off."""
+    """A copy of the function that was made while the option was off is switched on too."""
     original = autograd.matmul_4bit
     monkeypatch.setattr(bnb, "matmul_4bit", original)  # whatever an earlier test put at one of the two names
     late = ModuleType("imported_while_off")
@@ -43,7 +43,10 @@ def test_who_copied_the_name_gets_what_is_switched_on(monkeypatch):
 
 
 def replaced(name):
-    """The replacement of a stand-in whose result only it gives, what makes its arguments, and the stand-in's calls."""
+    """Return the replacement of a stand-in, a function that makes its arguments, and the stand-in's calls.
+
+    Only the stand-in gives its result.
+    """
     make, arguments_of, keywords = CALLS[name]
     seen = []
 
@@ -101,7 +104,7 @@ def test_reasons_of_a_state(name, on_with_matmul):
 
 
 def test_a_bias_that_takes_part_in_dispatch_is_the_originals(on_with_matmul):
-    """Its address says nothing about its numbers."""
+    """The numbers of such a bias do not lie at its address."""
     replacement, _, seen = replaced("matmul")
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     bias = TwoTensor(torch.ones(128).bfloat16(), torch.ones(128).bfloat16())
@@ -119,7 +122,7 @@ def test_an_input_of_a_class_of_its_own_is_the_originals(name, on_with_matmul):
 
 @pytest.mark.parametrize("name", ["matmul", "linear"])
 def test_autocast_to_another_dtype_is_the_originals(name, monkeypatch, on_with_matmul):
-    """Which multiplies, and rounds, in that one."""
+    """The original multiplies and rounds in the dtype of autocast."""
     monkeypatch.setattr(FusedMatmul, "run", lambda self, *arguments: "product")
     packed, state = quantized((128, 256), torch.bfloat16, "cpu", nested=False)
     x = torch.randn(4, 256, dtype=torch.bfloat16)
@@ -137,7 +140,7 @@ def test_autocast_to_another_dtype_is_the_originals(name, monkeypatch, on_with_m
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
 def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
-    """The real functions: a CPU has no fused matmul, so the result is the original's to the bit."""
+    """The real functions run. A CPU has no fused matmul, so the result has the original's bits."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
     x = torch.randn(1, 256, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The host path of an eager call without a GPU: the real Dequantizer, Launch and FusedMatmul."""
+"""The host path of an eager call without a GPU, with the real Dequantizer, Launch and FusedMatmul."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/tes
 
 @pytest.fixture
 def server(monkeypatch):
-    """``server.resolved`` holds the weights in the order in which launches were resolved."""
+    """A Dequantizer. ``server.resolved`` holds the weights in the order in which their launches were resolved."""
     server, of = Dequantizer("test"), compilation.Variant.of
     server.resolved = []
     monkeypatch.setattr(compilation.Variant, "of", lambda *weight: server.resolved.append(weight) or of(*weight))
@@ -47,7 +47,7 @@ def server(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("parameter", [False, True], ids=["Tensor", "Params4bit"])
 def test_every_way_to_a_weight(server, nested, transposed, parameter):
-    """A new tensor, out, the shared buffer, the fields by themselves: one launch resolved, four counted."""
+    """A new tensor, out, the shared buffer and the single fields: one launch is resolved, and four are counted."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
     want = reference.dequantize(layout_of(packed, state))
     want = want.t() if transposed else want
@@ -69,7 +69,7 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
 
 
 def test_a_weight_is_known_to_every_target_and_to_the_op(server, monkeypatch):
-    """Its launch is resolved once; each target asks the guards for itself, and has its own count."""
+    """The launch is resolved once. Each target checks the guards itself, and has its own count."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu")
     want = reference.dequantize(layout_of(packed, state))
     other = Dequantizer("another")
@@ -89,7 +89,9 @@ def test_a_weight_is_known_to_every_target_and_to_the_op(server, monkeypatch):
 
 
 def test_an_out_that_the_kernel_must_not_write_is_refused(server):
-    """Another shape, dtype or strides, off 16 bytes, with a gradient, no tensor, over the weight or over its scales."""
+    """Try another shape, dtype or strides, an unaligned address, a gradient, something that is no tensor, and memory of
+    the weight or its scales.
+    """
     packed, state = quantized((64, 96), torch.bfloat16, "cpu")
     memory = torch.zeros(4096 + 2 * 64 * 96, dtype=torch.uint8)
     weight = memory[:3072].view(-1, 1).copy_(packed)
@@ -108,7 +110,7 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
 
 @pytest.mark.parametrize(("nested", "change"), changes.EVERY)
 def test_a_weight_that_changes_is_read_as_it_is_now(server, nested, change):
-    """By whoever remembers its launch: a target, another one, and the op."""
+    """A target, another target and the op read the weight after it changed."""
     at = changes.weight(nested=nested)
     others = Dequantizer("another").of_state, lambda *weight: op.dequantize(*layout_of(*weight))
 
@@ -125,7 +127,7 @@ def test_a_weight_that_changes_is_read_as_it_is_now(server, nested, change):
 
 
 class Dispatching(torch.Tensor):
-    """A tensor of a library that takes part in every operator on it."""
+    """A tensor class of a library that handles every operator itself."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -137,7 +139,7 @@ def dispatching(tensor):
 
 
 def longer(tensor):
-    """One element more, of the memory behind it."""
+    """Return a view of the tensor's memory with one more element."""
     return tensor.as_strided((tensor.numel() + 1,), (1,))
 
 
@@ -184,7 +186,10 @@ def test_every_guard_is_walked_at_one_address():
 
 
 def at_one_address():
-    """Each change of a nested weight and, where it has the field, of a flat one: by another tensor, and through ``.data``."""
+    """Yield each change of a nested weight, and of a flat weight if it has the field.
+
+    A field changes by another tensor, or through ``.data``.
+    """
     for nested, (field, change, reason), in_place in itertools.product((True, False), AT_ONE_ADDRESS, (False, True)):
         can_be_written = field in TENSORS and change is not dispatching
         if (nested or field not in (*SCALES, "blocksize2")) and (can_be_written or not in_place):
@@ -194,7 +199,7 @@ def at_one_address():
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("nested", "field", "change", "reason", "in_place"), [*at_one_address()])
 def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, nested, field, change, reason, in_place):
-    """What is changed of a weight that was served, and changed back, gets the answer of one that was not served before."""
+    """If a weight changes and changes back, it gets the same answers as a weight that no call used before."""
     weight = layout_of(*quantized((256, 256), torch.float16, "cpu", nested=nested))
     value = getattr(weight, field)
     is_tensor = isinstance(value, torch.Tensor)
@@ -222,7 +227,7 @@ def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, ne
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_a_key_is_found_without_the_facts_wherever_it_was_found_before(nested, monkeypatch):
-    """What PyTorch compares depends on autocast and inference mode; the key does not. Of a place few proofs are kept."""
+    """PyTorch's comparison depends on autocast and inference mode, but the key does not. Few comparisons are stored per address."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
     known, fingerprint, before = [], PackedWeight.fingerprint, 0
     monkeypatch.setattr(PackedWeight, "fingerprint", lambda weight: known.append(1) or fingerprint(weight))
@@ -251,7 +256,7 @@ def test_keys_are_bounded_and_another_of_the_same_weight_is_no_others(monkeypatc
 
 
 def test_refusals_by_the_short_way(server):
-    """What is no 4-bit state, and a shape that is no key, go the long way round to the same answer as ever."""
+    """Something that is no 4-bit state, and a shape that cannot be a key, get the same answer as before."""
     packed, state = quantized((64, 96), torch.float16, "cpu")
     for nothing in (None, [state.absmax, state.shape], object()):
         assert server.of_state(packed, nothing) is guards.Reason.NOT_4BIT
@@ -269,7 +274,7 @@ def test_refusals_by_the_short_way(server):
 
 @pytest.fixture
 def multiplier(monkeypatch):
-    """A kernel stands in that multiplies what lies at the addresses; ``multiplier.resolved`` counts."""
+    """Replace the kernel by a function that multiplies the operands at the addresses. ``multiplier.resolved`` counts launches."""
     multiplier = FusedMatmul("test")
     multiplier.resolved = 0
 
@@ -302,7 +307,10 @@ def multiplier(monkeypatch):
 
 
 def test_what_a_remembered_product_is_recognized_by(multiplier):
-    """Every way to ask for it, and whatever changes the result: resolved once each, and the numbers of now."""
+    """Try every kind of call, and every change that affects the result.
+
+    Each launch is resolved once, and results use the current numbers.
+    """
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x = torch.randn(2, 3, 128).bfloat16()
     bias, another = torch.randn(2, 64).bfloat16()
@@ -400,7 +408,7 @@ def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
 
 @pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
 def test_matmul_4bit(original, auto):
-    """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
+    """Without a gradient, the result is the product. The packed weight may be transposed if the original allows this."""
     replacement_of = matmul_4bit(target_like("bitsandbytes", option="matmul"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
@@ -429,7 +437,7 @@ def test_matmul_4bit(original, auto):
 
 
 def test_gemm(auto):
-    """Whichever way the bytes lie."""
+    """The packed weight may be transposed or not."""
     row = target_like("bitsandbytes", option="matmul")
     replacement_of = gemm(row, lambda *arguments: "original")
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
@@ -443,7 +451,7 @@ def test_gemm(auto):
 
 
 def autocast(dtype, function):
-    """The function's result where CUDA autocasts to dtype; torch.autocast itself turns off without a GPU."""
+    """Return the function's result while CUDA autocasts to dtype. torch.autocast turns itself off without a GPU."""
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -456,8 +464,10 @@ def autocast(dtype, function):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_matmul_lora(lora, auto):
-    """Forward it is the fused matmul; backward, with the weight the other way round, and what the original rounds
-    otherwise, it is the original."""
+    """The forward runs the fused matmul.
+
+    The backward, which needs the transposed weight, and calls that the original rounds differently run the original.
+    """
 
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"

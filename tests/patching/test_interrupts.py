@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of enable() and disable(): the next call puts everything in its place."""
+"""After Ctrl-C at any line of enable() and disable(), the next call puts every function in its place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIDE = 64
 
 @pytest.fixture
 def script(monkeypatch):
-    """A module that took the function by its name."""
+    """Return a module that imported the function by its name."""
     script = types.ModuleType("a_script")
     script.dequantize_4bit = F.dequantize_4bit
     monkeypatch.setitem(sys.modules, script.__name__, script)
@@ -37,7 +37,7 @@ def line_of_finally(function):
 
 @pytest.mark.full
 def test_the_cache_is_what_the_next_call_says(linear_op):
-    """An interrupt while it is switched on, off, or to another size or mode."""
+    """Interrupt the cache while it is switched on, off, or to another size or mode."""
     packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
     packed = torch.nn.Parameter(packed, requires_grad=False)
     for before, after in (("off", 2**20), (2**20, "off"), (2**20, 2**21), ("auto", 2**20), (2**20, "auto")):

@@ -1,8 +1,8 @@
-"""Each library is named in its own folder of nf4_patch/libraries, and nowhere else in the package.
+"""Only the folder of a library in nf4_patch/libraries/ names this library.
 
-What counts as a name: an import, and a string without spaces that the code compares or looks up, such as the dotted path of a
-target. Sentences for the user, docstrings and comments may name any library. ``tools`` and ``callback.py`` are left out: they
-compare with the libraries, report their releases, and plug into one.
+Two things count as naming a library: an import, and a string without spaces that the code compares or looks up, such as
+the dotted path of a target. Sentences for the user, docstrings and comments may name any library. ``tools`` and
+``callback.py`` are left out, because they compare with the libraries, report their releases, or plug into one.
 """
 
 import ast
@@ -26,7 +26,7 @@ ALLOWED = {
 
 
 def texts(tree):
-    """Yield the strings of a module that are no docstrings, with those of an f-string joined, and where they stand."""
+    """Yield the strings of a module except docstrings, and where they are. The parts of an f-string are joined."""
     docs = {
         id(node.body[0].value) for node in ast.walk(tree)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None
@@ -52,7 +52,7 @@ def names_in(tree):
 
 
 def found(source, folder=""):
-    """Return the libraries that a module names, apart from that of its folder, and where.
+    """Return where a module names a library other than the library of its folder.
 
     A path belongs to the library with which it begins: ``transformers.integrations.peft`` is transformers' module.
     """
@@ -96,7 +96,10 @@ def test_prose_is_no_name():
 
 
 def test_the_tables_name_all_that_is_replaced():
-    """Each row stands in its library's table. What replaces it names the library, or is the cache's, which names none."""
+    """Each row is in its library's table.
+
+    The replacement's path names the library, or belongs to the cache, which names no library.
+    """
     assert [target for library in LIBRARIES for target in library.targets] == TARGETS
     assert sum(len(library.modules) for library in LIBRARIES) == len(MODULES)
     for target in TARGETS:

@@ -1,6 +1,6 @@
-"""A quantized model's life under the patch: copies, files, devices, merges, toggles, processes, reloads.
+"""A quantized model with the patch: copies, files, devices, merges, toggles, processes, reloads.
 
-Each test compares with the same life without the patch, to the bit, and asserts that the kernel was hit.
+Each test compares bit for bit with the same actions without the patch, and checks that the kernel was hit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def test_nothing_is_kept_alive(device, patched):
 
 
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
-    """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
+    """With transformers, quantize on load, save and load 4-bit files, and call model.dequantize().
+
+    All calls hit, with the same bits.
+    """
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
     options = {"device_map": {"": device}, "dtype": torch.float32}
@@ -93,5 +96,8 @@ def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device
 
 @pytest.mark.full
 def test_imported_again():
-    """The target, and all of nf4_patch while it is on: the second says to restart the process, the first goes on."""
+    """Import the target again, and all of nf4_patch while it is on.
+
+    The second import says to restart the process, the first goes on.
+    """
     program("imported_again", interpreted=True)

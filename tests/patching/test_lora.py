@@ -182,7 +182,7 @@ def test_as_accurate_as_peft(device, precision, size):
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32 adapters", marks=pytest.mark.full)])
 def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
-    """The same with the Triton kernels, which a GPU of compute capability 8.0 or higher uses."""
+    """Compare with peft while the Triton kernels run, which a GPU of compute capability 8.0 or higher uses."""
     monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     test_as_accurate_as_peft(device, precision, 1)
 
@@ -403,7 +403,7 @@ DENSE = [FP16, FP32, None]
 
 @pytest.mark.parametrize("dense", DENSE if torch.cuda.is_available() else DENSE[:-1])
 def test_a_checkpoint_packed_in_bf16_trains_in_fp16(device, checkpoint, tmp_path, dense):
-    """As on a T4: transformers ignores ``bnb_4bit_compute_dtype`` and reads the layers' compute dtype from the checkpoint."""
+    """On a T4, transformers ignores ``bnb_4bit_compute_dtype`` and reads the layers' compute dtype from the checkpoint."""
     load_4bit(checkpoint, device).train().save_pretrained(tmp_path)
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=FP16)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -608,7 +608,7 @@ def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
 
 
 class Wrapping(torch.Tensor):
-    """A class whose results are of the same class and inherit an attribute, like MONAI's MetaTensor."""
+    """A class whose results have the same class and inherit an attribute, as MONAI's MetaTensor."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -686,7 +686,7 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
 
 @pytest.mark.full
 def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
-    """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of our functions."""
+    """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of nf4_patch's functions."""
     model, x = adapted(device, layers=2), inputs(device)
     traces = []
 

@@ -1,4 +1,7 @@
-"""Programs around a layer with fused LoRA, in all dtypes: what peft's code computes, and an error only where peft's code raises one."""
+"""Programs around a layer with fused LoRA, in all dtypes.
+
+They compute what peft's code computes, and fail only if peft's code fails.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def of_inference_mode(model, x, around):
 
 
 def scaled(make, model, x, around):
-    """Give the adapter a scaling that is no number, such as a learned one."""
+    """Give the adapter a scaling that is not a number, such as a learned scaling."""
     layer = lora.layer_of(model)
     before, scale = layer.scaling["default"], make(x)
     layer.scaling["default"] = scale

@@ -1,4 +1,5 @@
-"""A few rows with a LoRA adapter and without a gradient, with ``enable(matmul="auto")``: as accurate as peft's, or peft's by name.
+"""Few rows with a LoRA adapter, without a gradient, with ``enable(matmul="auto")``: as accurate as peft, or peft's
+forward for a named Reason.
 
 Without a GPU, functions that read the operands at their addresses stand in for the compiled kernels.
 """
@@ -75,13 +76,13 @@ def stand_in_for_the_kernels(monkeypatch):
 
 
 def with_an_adapter(self, x, weight, bias, out=None, adapter=None, run=FusedMatmul.run):
-    """Without one, a product on the CPU is bitsandbytes' own."""
+    """Run the launches. A product without an adapter is bitsandbytes' own on the CPU."""
     return Reason.NOT_CUDA if adapter is None else run(self, x, weight, bias, out, adapter)
 
 
 @pytest.fixture
 def few(monkeypatch, device):
-    """The device, on which the launches with an adapter run."""
+    """Return the device. The launches with an adapter run there."""
     monkeypatch.setattr(adapter, "_kernels", {})
     if not GPU:
         stand_in_for_the_kernels(monkeypatch)
@@ -94,7 +95,7 @@ def rows_of(device, *shape, dtype=BF16, seed=0):
 
 
 def exact(model, x):
-    """The result in fp64."""
+    """Return the result in fp64."""
     layer = lora.layer_of(model)
     weight, bias = layer.base_layer.weight, layer.base_layer.bias
     w = lora.bnb.functional.dequantize_4bit(weight.data, weight.quant_state).double()
@@ -105,7 +106,7 @@ def exact(model, x):
 
 @torch.no_grad()
 def stock_and_ours(model, x, option="off", autocast=None):
-    """The results of peft and with the option, and how many layers ran in the launches."""
+    """Return the results of peft and of the option, and how many layers ran in the launches."""
     results = []
     for on in (False, True):
         nf4_patch.enable(matmul="auto", lora=option) if on else nf4_patch.disable()
@@ -146,7 +147,7 @@ def test_as_accurate_as_peft(few, case, option):
 
 
 def trained(model):
-    """An optimizer step, in place."""
+    """Run an optimizer step in place."""
     parameters = [p for name, p in model.named_parameters() if "lora_" in name]
     for p in parameters:
         p.grad = torch.randn_like(p)
@@ -162,7 +163,7 @@ def rescaled(model):
 
 
 def resized(model):
-    """Another adapter under the same name, of another rank."""
+    """Replace the adapter by another one of the same name and of another rank."""
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["fc0"]))
     model.set_adapter("other")
     model.delete_adapter("default")
@@ -234,7 +235,7 @@ REFUSED = {  # options of the adapter and the input, a change, and the Reason
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_pefts(few, case):
-    """To the bit, where bitsandbytes multiplies by the base's weight."""
+    """Results are bit-identical if bitsandbytes multiplies by the base weight."""
     options, change, reason = REFUSED[case]
     options = dict(options)
     x = rows_of(few, options.pop("rows", 8), dtype=options.pop("x", BF16))
@@ -298,7 +299,7 @@ def test_a_gradient_is_pefts_or_the_one_function(few, option):
 
 
 def test_kernels_that_are_not_compiled_before_a_capture(few, monkeypatch):
-    """The first call inside a capture runs peft's forward and is counted; later calls compile the kernels."""
+    """The first call inside a capture runs peft's forward and is counted. Later calls compile the kernels."""
     model, x = lora.adapted(few), rows_of(few, 8)
     resolve = adapter.resolve
 
@@ -332,7 +333,7 @@ def ops(counter):
 @pytest.mark.full
 @pytest.mark.parametrize(("option", "dtype"), crossed(("off", "fused"), (BF16, FP32)), ids=str)
 def test_compiled_it_is_one_op(few, dtype, option):
-    """In one graph, with the bits of the eager call, and with the adapter of the latest optimizer step."""
+    """The compiled call makes one graph, with the bits of the eager call and the adapter of the latest optimizer step."""
     model, x = lora.adapted(few, adapter=dtype, layers=2), rows_of(few, 8)
     nf4_patch.enable(matmul="auto", lora=option)
     step, counter = compiled(model)
@@ -362,7 +363,7 @@ def test_compiled_what_is_refused_is_pefts(few, case, monkeypatch):
 
 @pytest.mark.full
 def test_compiled_with_any_number_of_rows(few):
-    """Another number of rows compiles once more; every further number runs in that graph."""
+    """A second number of rows compiles once more. Every further number runs in that graph."""
     model = lora.adapted(few)
     nf4_patch.enable(matmul="auto")
     step, counter = compiled(model)
@@ -382,7 +383,7 @@ def test_compiled_training_is_pefts(few):
 
 
 def test_the_op_computes_without_the_kernels(few, monkeypatch):
-    """A graph that was compiled elsewhere has no original to run."""
+    """A graph that was compiled on another machine cannot run the original."""
     model, x = lora.adapted(few, adapter=FP32, biased=True), rows_of(few, 8)
     nf4_patch.enable(matmul="auto")
     step, _ = compiled(model)

@@ -25,7 +25,7 @@ peft = lora.peft
 
 
 class Layers(torch.nn.Module):
-    """A checkpoint around three layers in sequence, of which the last one is called twice."""
+    """A checkpoint around three layers in sequence. The last layer is called twice."""
 
     def __init__(self, device):
         super().__init__()

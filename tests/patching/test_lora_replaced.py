@@ -1,4 +1,4 @@
-"""Functions that the script or another library replaced: fused LoRA does not compute them itself, their code runs."""
+"""If the script or another library replaced a function, fused LoRA does not compute it, and the new function runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORWARD = "peft.tuners.lora.bnb.Linear4bit.forward"
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_of_the_gpu():
-    """bitsandbytes imports them only if there is a GPU."""
+    """Import functions that bitsandbytes itself imports only if there is a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         importlib.import_module("bitsandbytes.backends.cuda.ops")
@@ -49,7 +49,7 @@ def holder_of(path):
 
 
 def wraps(function, scale=3):
-    """Wrap a function, with its name and module, so that its result is scaled."""
+    """Wrap a function so that its result is scaled. The wrapper has the function's name and module."""
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):

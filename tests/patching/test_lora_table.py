@@ -30,7 +30,7 @@ SHAPE = 2, 80, lora.IN  # more rows than bitsandbytes multiplies from the packed
 
 
 class Block(torch.nn.Module):
-    """Layers q, k and v with one input h. ``modes`` are the grad modes of q and k, and ``between`` is called after q."""
+    """Layers q, k and v with one input h. ``modes`` are the grad modes of q and k. ``between`` is called after q."""
 
     def __init__(self, device, seed=0):
         super().__init__()
@@ -109,7 +109,7 @@ def interrupted(_block, _h):
 
 @pytest.fixture(scope="module")
 def models():
-    """Two models for all rows of the table, so that state left over from one row would show in the next."""
+    """Return two models for all rows of the table, so that state that one row leaves behind would show in the next."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return [adapted(device, seed) for seed in (0, 10)]
 
@@ -296,7 +296,7 @@ def all_at_once(outputs, x, _block):
 
 
 def of_some(outputs, x, _block):
-    """Run one backward per output, twice, through one retained graph."""
+    """Run one backward per output through one retained graph, and repeat this."""
     return [torch.autograd.grad(each.float().square().sum(), x, retain_graph=True)[0] for each in outputs for _ in "12"]
 
 

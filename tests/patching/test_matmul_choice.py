@@ -1,4 +1,4 @@
-"""Which config a size gets, without a GPU: from the table or from a measurement, and never a second answer."""
+"""The config of each size, without a GPU. It comes from the table or from a measurement, and never changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.fixture(params=["training", "capture", "trace", "dispatch mode", "backward"])
 def unfit(request, machine, monkeypatch):
-    """A function that asks for configs where nothing may be measured."""
+    """Return a function that asks for configs in a state in which nothing may be measured."""
     kind = request.param
 
     def configs(*rows):
@@ -235,7 +235,7 @@ def test_the_rivals_are_functions_that_the_option_replaces():
 
 
 def test_a_config_with_wrong_results_is_named():
-    """The reference passes as a config. One bit of the weight, or 1 % of the sums, and it does not."""
+    """The reference passes as a config. If one bit of the weight changes, or the sums change by 1 %, it fails."""
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     layout = layout_of(packed, state)
     x = torch.randn(8, 512, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ def test_a_config_with_wrong_results_is_named():
 
 
 def test_the_state_for_bitsandbytes_dequantizes_like_the_weight(monkeypatch):
-    """``random_operands`` on the CPU, with bitsandbytes' own dequantization."""
+    """Run ``random_operands`` on the CPU, and compare with bitsandbytes' own dequantization."""
     from bitsandbytes.functional import dequantize_4bit
 
     from nf4_patch.nf4.dequantize import reference
@@ -276,7 +276,7 @@ def test_the_state_for_bitsandbytes_dequantizes_like_the_weight(monkeypatch):
 
 
 class Timing:
-    """A GPU whose ``measure`` runs on the CPU. ``us`` has the time of each call by the start of its name, 50 by default."""
+    """A GPU whose ``measure`` runs on the CPU. ``us`` has the time of each call by the first part of its name, by default 50."""
 
     def __init__(self):
         self.us, self.timed, self.results = {}, [], {}

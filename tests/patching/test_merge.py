@@ -1,4 +1,4 @@
-"""merge="reversible": after unmerging, a 4-bit linear layer has the bytes that it had, in the tensors that it had."""
+"""merge="reversible": after unmerging, a 4-bit linear layer has its earlier bytes, in the same tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def bases(model):
 
 
 def content(model):
-    """All bytes that decide what the linear layers compute."""
+    """Return all bytes that affect the linear layers' results."""
     found = []
     for base in bases(model):
         state = base.weight.quant_state
@@ -185,7 +185,7 @@ def test_status_says_how_many_layers_were_restored(on, caplog):
 
 
 def test_what_is_no_launch_counts_for_its_own_option(on):
-    """A dequantization that was corrected on a CPU is no fused product, and a merge is a use of the patch."""
+    """A dequantization that was corrected on a CPU does not count as a fused product. A merge counts as a use of the patch."""
     counters.of("test", (1152, 4304), "bfloat16", "on the CPU").hits += 1
     nf4_patch.enable(matmul="auto")
     assert nf4_patch.status().options["matmul"].used == 0
@@ -209,7 +209,7 @@ def test_a_changed_merged_weight_is_not_restored(on):
 
 
 def test_a_model_made_in_inference_mode_is_merged_by_peft(on):
-    """PyTorch refuses writes into such tensors elsewhere, and does not count them."""
+    """PyTorch refuses writes into such tensors outside inference mode, and counts no versions of them."""
     with torch.inference_mode():
         model = adapted(on)
     before = content(model)
@@ -255,7 +255,7 @@ def test_an_adapter_that_is_broken(on):
 
 @pytest.mark.parametrize("option", [{"merge": "reversible"}, {"offload": "all"}], ids=str)
 def test_layers_that_share_a_weight(device, option):
-    """As with ``layer_replication``: what is merged into one layer must not change the other."""
+    """``layer_replication`` makes such layers. A merge into one layer must not change the other."""
 
     def merged():
         torch.manual_seed(0)

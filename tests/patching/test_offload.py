@@ -1,5 +1,8 @@
-"""enable(experts="4bit", offload=...): packed experts in host memory, prefetched to the GPU. Without a GPU, CPU tensors stand in for
-CUDA. With a GPU, only the tests with the fixture ``anywhere`` run, and gpu/test_offload_gpu.py."""
+"""enable(experts="4bit", offload=...) keeps packed experts in host memory and prefetches them to the GPU.
+
+Without a GPU, CPU tensors stand in for CUDA. With a GPU, only the tests with the fixture ``anywhere`` run, and
+gpu/test_offload_gpu.py has the others.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +255,7 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
     ids=["buffers", "one more", "a byte short"],
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
-    """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""
+    """The budget counts whole experts modules and the two prefetch buffers. Without buffers, four layers would fit."""
     (size,) = set(sizes_of(model_of(folder, "off")))
     room = 3 * 6 * host_memory.ALIGNMENT  # four linear layers and two stacks
     budget = layers * size - short
@@ -311,7 +314,7 @@ def test_without_experts_only_linear_layers_move(folder, gpu, patched, caplog):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="loads on the CPU")
 def test_on_a_cpu_it_says_that_it_is_ignored(folder, on, caplog):
-    """Nothing else plays CUDA here, so the experts are on a real CPU."""
+    """Here, the experts are on a real CPU, which does not stand in for CUDA."""
     nf4_patch.enable(experts="4bit", offload="all")
     model = loaded(folder, quantization_config=in_4bit())
     lines = [record.getMessage() for record in caplog.records if "offload" in record.getMessage()]

@@ -80,20 +80,20 @@ def model_of(folder: Any, offload: str = "auto", dropout: float = 0.0, **options
 
 
 def block_size(model: Any) -> int:
-    """The bytes of a layer's block, with what aligns its tensors."""
+    """Return the bytes of a layer's block, including the padding that aligns its tensors."""
     (size,) = {block.size for block in host_memory.living()}
     return size
 
 
 def kept() -> list[int]:
-    """The layers that have a resident copy, by their number among all layers with a block."""
+    """Return the layers that have a resident copy, by their number among all layers with a block."""
     (prefetcher,) = prefetch.prefetchers.values()
     held = [reference() for reference, buffer in prefetcher.resident.items() if buffer is not None]
     return [index for index, block in enumerate(host_memory.living()) if block in held]
 
 
 def logits(model: Any, tokens: int = 24) -> torch.Tensor:
-    """With gradients, because few rows without them are read by bitsandbytes."""
+    """Return the logits, computed with gradients, because bitsandbytes itself reads the weight for few rows without gradients."""
     found: torch.Tensor = model.train()(input_ids=ids_of(tokens)).logits
     return found.detach()
 
@@ -255,7 +255,7 @@ def test_a_larger_batch_finds_no_resident_copy_in_its_first_layer(folder, patche
 
 
 def test_host_memory_is_freed_with_the_model_while_its_weights_are_cached(folder, patched, gpu):
-    """Before anything else reads the cache: the next model may need the memory."""
+    """The memory is freed before anything else reads the cache, because the next model may need it."""
     model = model_of(folder, cache="1GiB")
     train(model, 3)
     assert cache.hits and host_memory.blocks
@@ -278,7 +278,10 @@ def test_switched_to_another_value(folder, patched, gpu, offload):
 
 
 def test_out_of_memory_gives_layers_back(folder, patched, gpu, monkeypatch):
-    """In the copy of a further layer, and in what reads a copy. It is raised if nothing can be given back."""
+    """The copy of a further layer, or the code that reads a copy, runs out of memory.
+
+    If no layer can be given back, the error is raised.
+    """
     model = model_of(folder)
     gpu.room = 3 * block_size(model)
     training = Training(model)
@@ -361,7 +364,7 @@ def test_merged_layers(folder, patched, gpu):
 
 
 def test_two_models(folder, patched, gpu):
-    """A model that is loaded takes the memory of another's copies. A deleted model's copies are freed, and only these."""
+    """A model that is loaded takes the memory of another model's copies. When a model is deleted, only its copies are freed."""
     gpu.room = GIB
     first = model_of(folder)
     one = Training(first)
@@ -388,7 +391,7 @@ def test_two_models(folder, patched, gpu):
 
 
 def test_while_a_graph_is_captured_the_copies_stay(folder, patched, gpu, monkeypatch):
-    """Freeing a copy makes the copy stream wait, which must not become a part of the graph."""
+    """Freeing a copy makes the copy stream wait. This must not become a part of the graph."""
     model = model_of(folder)
     gpu.room = GIB
     training = Training(model)

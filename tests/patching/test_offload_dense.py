@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed_folder(folder, tmp_path_factory):
-    """The same model, saved in 4 bits, with packed bytes as bf16."""
+    """Return the folder of the same model, saved in 4 bits, with packed bytes stored as bf16."""
     place = tmp_path_factory.mktemp("packed")
     load_dense(folder, bnb_4bit_quant_storage=torch.bfloat16).save_pretrained(place)
     return place
@@ -98,7 +98,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("source", ["folder", "packed_folder"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_each_weight_leaves_before_the_next_comes(request, gpu, patched, monkeypatch, source, nested):
-    """transformers reads the next weight only after the previous one lies in host memory, and in no other thread."""
+    """transformers reads the next weight, in the same thread, only after the previous weight is in host memory."""
     folder = request.getfixturevalue(source)
     resident = model_of(folder, "off", nested=nested)
     seen, original = [], library.spawn_materialize
@@ -214,7 +214,7 @@ def test_a_size_is_spread_over_the_layers(folder, gpu, patched):
 
 
 def test_a_weight_is_copied_again_only_after_a_write(folder, gpu, patched):
-    """Each read gets the bytes of now: the parameter, a view of it, and what another parameter wrote to its memory."""
+    """Each read gets the current bytes, also of a view, and after another parameter wrote into the same memory."""
     model = model_of(folder)
     weights = list(packed_of(model).values())[:LINEAR]
 
@@ -258,7 +258,7 @@ def nf4_patch_dequantize(packed: Any, state: Any) -> torch.Tensor:
 
 
 def test_a_fused_matmul_reads_the_buffer(folder, gpu, patched, monkeypatch):
-    """gpu/test_offload_gpu.py has the products. Here, the kernel's weight is looked at before its launch."""
+    """Check the kernel's weight before its launch. gpu/test_offload_gpu.py compares the products."""
     seen = []
     monkeypatch.setattr(FusedMatmul, "resolve", lambda _, x, weight, *rest: seen.append(weight) or Reason.NOT_FASTER)
     packed, state = next(iter(packed_of(model_of(folder)).values()))
@@ -349,7 +349,7 @@ def test_two_models_and_the_next_one(folder, gpu, patched):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Fails a test in which a weight is read from the checkpoint."""
+    """Fail the test if a weight is read from the checkpoint."""
     monkeypatch.setattr(library, "_materialize_copy", lambda *_, **__: pytest.fail("a weight was read"))
 
 
@@ -377,7 +377,7 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched, unread):
 
 
 def test_an_interrupt_while_loading(folder, gpu, patched, monkeypatch):
-    """What is kept by the traceback is freed with it, and the next model loads."""
+    """The memory that the traceback keeps is freed with it, and the next model loads."""
     original, calls = library.set_param_for_module, []
 
     def interrupted(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who else puts functions at the same names: status() tells, disable() never removes what is not ours."""
+"""Other code puts functions in the same places. status() reports this, and disable() removes only nf4_patch's functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nf4_patch.patching.targets import TARGETS
 
 
 class Hidden:
-    """One in which no search finds the function."""
+    """A callable in which no search finds the function."""
 
     def __init__(self, function):
         self.functions = {"it": [function]}
@@ -42,7 +42,7 @@ def by_a_closure(ours):
 
 
 def by_a_global(ours):
-    """As a script does: ``stock = F.dequantize_4bit``, and a function that calls ``stock``."""
+    """Return a function that calls nf4_patch's through a global, as after ``stock = F.dequantize_4bit`` in a script."""
     names = {"stock": ours}
     exec("def wrapper(A, *args, **kwargs):\n    return stock(A, *args, **kwargs)", names)
     return names["wrapper"]
@@ -58,7 +58,7 @@ WRAPPERS = {
 
 @pytest.fixture(scope="module")
 def everything():
-    """Every module of a row that can be imported here, but Unsloth's, is."""
+    """Import every module of a row that can be imported here, except Unsloth's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         for target in TARGETS:
@@ -68,7 +68,7 @@ def everything():
 
 
 def stand_in(target):
-    """A function with the parameters of a row."""
+    """Return a function with the parameters of a row."""
     stars = {"args": "*args", "kwargs": "**kwargs"}
     names = [stars.get(name, name) for name in (target.parameters or (("self", "args"),))[0]]
     found = {}
@@ -77,7 +77,7 @@ def stand_in(target):
 
 
 def ours_that_run(function, arguments):
-    """The functions of this package that a call runs."""
+    """Return this package's functions that a call runs."""
     seen = []
 
     def look(frame, event, _):
@@ -98,7 +98,10 @@ def ours_that_run(function, arguments):
     "target", thinned((row for row in TARGETS if not row.permanent), 4), ids=lambda target: target.name
 )
 def test_a_replacement_that_somebody_holds_is_ours_only_while_it_is_on(target, everything):
-    """For every row: on, wrapped, off by disable() and by its option, on again, and displaced. Off, the original alone runs."""
+    """Try every row on, wrapped, off by disable() and by its option, on again, and displaced.
+
+    While it is off, only the original runs.
+    """
     on = {target.option: OPTIONS[target.option].on} if target.option else {}
     nf4_patch.enable(**on)
     entry = installed.get(target.name)
@@ -136,8 +139,11 @@ def test_a_replacement_that_somebody_holds_is_ours_only_while_it_is_on(target, e
 
 
 def test_there_is_one_form_of_replacement():
-    """Each in code of its own, by which Dynamo remembers what it compiled. What stands in for an autograd function's method holds
-    what Dynamo of PyTorch 2.8 can make anew: functions and strings."""
+    """Each replacement has its own code object, because Dynamo caches compilations by code object.
+
+    A replacement of an autograd function's method holds only functions and strings, which Dynamo of PyTorch 2.8 can
+    create anew.
+    """
     made = {target.name: target.make(stand_in(target)) for target in TARGETS}
     codes = {name: replacement.__code__ for name, replacement in made.items()}
     assert len({(code.co_filename, code.co_firstlineno) for code in codes.values()}) == 1
@@ -168,7 +174,9 @@ def test_a_wrapper_over_ours_is_seen_and_stays(wrap, on):
 
 
 def test_somebody_elses_function_is_left_in_place_and_can_be_patched(on):
-    """Another patcher puts its own function over ours, without ours beneath: disable() leaves it, enable() adapts it."""
+    """Another patcher replaces nf4_patch's function without calling it. disable() leaves the new function, and enable()
+    patches it.
+    """
     calls = []
 
     def theirs(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
@@ -195,7 +203,7 @@ def test_somebody_elses_function_is_left_in_place_and_can_be_patched(on):
 
 
 def test_a_wrapper_full_of_closures_is_searched_quickly(on):
-    """Thirty functions that all close over each other: a search by depth alone would never return."""
+    """Thirty functions close over each other. A depth-first search without a limit would never end."""
 
     def make(others):
         a, b, c, d, e, f, g, h = others
@@ -209,8 +217,10 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
 
 
 def test_copies_of_the_original(on, monkeypatch):
-    """A global of the function's own name is replaced, but where somebody replaced it meanwhile. Under another name it is kept
-    on purpose: to compare with, or to put back."""
+    """A global with the function's name is replaced, unless somebody replaced it meanwhile.
+
+    A global with another name stays the original.
+    """
     nf4_patch.disable()
     original = F.dequantize_4bit
     script, other = (types.ModuleType(name) for name in ("a_script", "another"))
@@ -233,7 +243,7 @@ def test_copies_of_the_original(on, monkeypatch):
 
 @pytest.fixture
 def script(on, monkeypatch):
-    """A module that took the function by its name before the patch was on, and one that takes it while it is on."""
+    """Return a module that imported the function before the patch was on, and a module that imports it while the patch is on."""
     nf4_patch.disable()
     script = types.ModuleType("a_script")
     script.original = script.dequantize_4bit = F.dequantize_4bit
@@ -257,7 +267,9 @@ def copies(script):
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("while_on", "wrapper"), crossed((True, False), [*WRAPPERS, "ours, put back by hand"]))
 def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrapper, while_on):
-    """Somebody wraps ours, or puts it back by hand: copies in other modules are patched by enable() and restored by disable()."""
+    """Somebody wraps nf4_patch's function, or restores the original. enable() still patches the copies in other
+    modules, and disable() restores them.
+    """
     if not while_on:
         nf4_patch.disable()
     F.dequantize_4bit = theirs = WRAPPERS.get(wrapper, lambda ours: ours)(script.ours)
@@ -272,7 +284,7 @@ def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrapper, wh
 
 
 def test_what_was_copied_before_another_library_wrapped_it_is_patched(script):
-    """And then the patch is switched on for the first time."""
+    """The patch is turned on for the first time only after this."""
     nf4_patch.disable()
     installed.pop(TARGET)
     F.dequantize_4bit = theirs = functools.wraps(script.original)(
@@ -295,7 +307,7 @@ def unrelated(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_
 
 @pytest.mark.parametrize("theirs", [Hidden, lambda ours: unrelated], ids=["refused", "adapted"])
 def test_copies_are_restored_after_the_name_went_to_somebody_else(script, theirs):
-    """Whether enable() can take the name back, which status() says before, or not."""
+    """The copies are restored whether or not enable() can replace the function at the name, which status() says in advance."""
     F.dequantize_4bit = theirs = theirs(script.ours)
     adapted = theirs is unrelated
     assert row().state == "displaced" and ("call enable() again" in row().note) == adapted
@@ -326,7 +338,7 @@ def test_replacements_of_which_nothing_is_left_are_forgotten(script):
 
 
 def test_what_is_refused_is_said_once(script, caplog):
-    """Not at every enable(), nor in every block."""
+    """It is not repeated at every enable(), nor in every block."""
     F.dequantize_4bit = lambda of_another_signature_that_no_test_has: None
     caplog.clear()
     with caplog.at_level(logging.WARNING, "nf4_patch"):
@@ -356,7 +368,7 @@ def test_an_error_at_a_name_is_said_once_and_copies_are_restored(script, monkeyp
 
 
 def test_what_stands_under_the_name_can_be_pickled(on):
-    """And what was kept of the original cannot, as docs/usage.md says: pickle looks functions up by name."""
+    """While the patch is on, a copy of the original cannot be pickled, because pickle looks functions up by name."""
     nf4_patch.disable()
     kept = [F.dequantize_4bit]
     for switch in (nf4_patch.enable, nf4_patch.disable):

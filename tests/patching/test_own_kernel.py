@@ -1,4 +1,4 @@
-"""Whether Unsloth's own fused kernel keeps its calls: by what is measured on this GPU."""
+"""Measurements on this GPU decide whether Unsloth's own fused kernel runs Unsloth's calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("gpus", [[(9, 0)], [(7, 5)], [(9, 0), (7, 5)]], ids=str)
 def test_who_serves_a_call(used, gpus, device, monkeypatch):
-    """Theirs keeps its calls where it was not measured to be slower on one of the GPUs."""
+    """Unsloth's kernel runs unless it was measured to be slower on every GPU of the machine."""
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=used))
     monkeypatch.setattr(unsloth_adapter, "keeps_eager_calls", unsloth_adapter.keeps_eager_calls.__wrapped__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))

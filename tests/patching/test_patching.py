@@ -1,4 +1,4 @@
-"""The patch in the real bitsandbytes: numbers, arguments, reasons, and the direct functions."""
+"""The patch in the real bitsandbytes: numbers, arguments, Reasons, and the direct functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_linear4bit_forward_and_backward_are_bit_equal(on):
 
 
 def test_dequant_linear_fallback(on, linear_op):
-    """bitsandbytes 0.50's forward."""
+    """Run bitsandbytes 0.50's forward."""
     import bitsandbytes.backends.cuda.ops as cuda_ops
 
     nf4_patch.enable()
@@ -76,7 +76,9 @@ def test_dequant_linear_fallback(on, linear_op):
      ((1, 2), torch.uint8), ((2, 1), torch.uint8)],
 )  # fmt: skip
 def test_how_the_bytes_lie_does_not_matter_to_the_linear_functions(on, linear_op, monkeypatch, shape, storage):
-    """[bytes, 1], [1, bytes], and one element, which is both: the same product; dequantize_4bit transposes what has one row."""
+    """Packed bytes [bytes, 1], [1, bytes] and a single element give the same product. dequantize_4bit transposes a
+    weight with one row of bytes.
+    """
     import bitsandbytes.backends.cuda.ops as cuda_ops
 
     nf4_patch.enable()
@@ -157,7 +159,7 @@ def test_tables_say_what_a_user_reads():
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
-    """In fp32 whatever the default dtype is at the first use, which is when a table is made."""
+    """The table is in fp32, whatever the default dtype is when the table is first used."""
     want = F.get_4bit_type(quant_type, device=device)
     packed, state = quantized((64, 128), torch.float16, device, quant_type=quant_type)
     weight = expected(packed, state)
@@ -173,7 +175,9 @@ def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
 
 
 def test_a_first_use_in_any_context_uploads_the_code_outside_of_it(device, monkeypatch):
-    """From a new thread, which torch.compile's warm-up for a CUDA graph does not redirect to the graph's memory."""
+    """The code is uploaded in a new thread. torch.compile's warm-up for a CUDA graph does not redirect this thread to
+    the graph's memory.
+    """
     monkeypatch.setattr(codes, "_remembered", {})
     threads, upload = [], codes.uploaded_code
     monkeypatch.setattr(codes, "uploaded_code", lambda *args: (threads.append(threading.get_ident()), upload(*args))[1])
@@ -188,7 +192,7 @@ def test_a_first_use_in_any_context_uploads_the_code_outside_of_it(device, monke
 
 
 def test_threads_that_need_a_code_for_the_first_time_get_one_tensor(device, monkeypatch):
-    """A launch holds only its address, so a second tensor in its place would free what the launch reads."""
+    """A launch holds only the tensor's address. A second tensor in its place would free the memory that the launch reads."""
     monkeypatch.setattr(codes, "_remembered", {})
     both, upload, found = threading.Barrier(2, timeout=30), codes.uploaded_code, []
     monkeypatch.setattr(codes, "uploaded_code", lambda *args: (both.wait(), upload(*args))[1])
@@ -234,7 +238,9 @@ def test_arguments_that_differ_from_the_state_run_the_original(on):
 
 
 def evaluated_on_a_cpu(nested):
-    """A layer that was evaluated on a CPU with AVX512-BF16, where bitsandbytes repacks its weight, and its weight before."""
+    """Return a layer that was evaluated on a CPU with AVX512-BF16, where bitsandbytes repacks its weight, and its
+    earlier weight.
+    """
     convert = getattr(F, "_convert_weight_packed_for_cpu", None)
     if convert is None:
         pytest.skip("this release of bitsandbytes has no CPU packing")
@@ -246,7 +252,7 @@ def evaluated_on_a_cpu(nested):
 
 
 def merged(layer):
-    """By peft."""
+    """Merge with peft."""
     peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(layer)
     model.is_loaded_in_4bit = True
@@ -255,7 +261,7 @@ def merged(layer):
 
 
 def by_transformers(layer):
-    """``model.dequantize()``."""
+    """Call ``model.dequantize()``."""
     integration = pytest.importorskip("transformers.integrations.bitsandbytes")
     integration.dequantize_bnb_weight(layer.weight, layer.weight.quant_state)
 
@@ -282,7 +288,7 @@ DEQUANTIZED = {
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("mode", "how"), crossed(itertools.product((True, False), "01"), DEQUANTIZED), ids=str)
 def test_what_is_in_cpu_packing_is_not_dequantized(mode, how, fresh_dynamo, monkeypatch):
-    """It would be wrong without a word. The evaluation itself is right, with the patch and without."""
+    """The result would be wrong without a message. The evaluation itself is right, with the patch and without."""
     nested, strict = mode
     monkeypatch.setenv("NF4_PATCH_STRICT", strict)
     layer, _ = evaluated_on_a_cpu(nested)
@@ -296,7 +302,7 @@ def test_what_is_in_cpu_packing_is_not_dequantized(mode, how, fresh_dynamo, monk
 
 @NESTED
 def test_the_advice_for_cpu_packing_works(nested, device):
-    """``state_dict`` and ``.cuda()`` convert a weight back, with new scales: right with double quantization only."""
+    """``state_dict`` and ``.cuda()`` convert a weight back, with new scales. The result is right only with double quantization."""
     layer, dense = evaluated_on_a_cpu(nested)
     layer.to(device) if device.type == "cpu" else layer.to("cpu")
     nf4_patch.enable()
@@ -308,7 +314,7 @@ def test_the_advice_for_cpu_packing_works(nested, device):
 
 
 def test_a_matmul_with_cpu_packing_is_refused_on_a_gpu(on, linear_op):
-    """After ``.to("cuda")`` a matmul sees no state, and an absmax [K / blocksize, N] in bf16."""
+    """After ``.to("cuda")``, a matmul gets no state, and an absmax [K / blocksize, N] in bf16."""
     import bitsandbytes.backends.cuda.ops as cuda_ops
 
     packed, state = weight_of(evaluated_on_a_cpu(nested=False)[0].to(on))
@@ -344,7 +350,7 @@ def test_an_evaluation_on_a_cpu_is_that_of_bitsandbytes(nested, options):
 
 
 class Doubled(torch.Tensor):
-    """Scales whose class has a ``__torch_function__`` of its own: twice what comes of them."""
+    """Scales whose class has a ``__torch_function__`` that doubles every result."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -355,7 +361,7 @@ class Doubled(torch.Tensor):
 
 
 def scales(state, kind):
-    """Each of a state's scales in turn, as one of the class."""
+    """Yield each of a state's scales in turn, converted to the class."""
     for holder, name in ((state, "absmax"), (state, "offset"), (state.state2, "absmax"), (state.state2, "code")):
         if getattr(holder, name, None) is not None:
             tensor = getattr(holder, name)
@@ -367,7 +373,7 @@ def scales(state, kind):
 @NESTED
 @pytest.mark.parametrize("kind", [Doubled, Plain])
 def test_scales_with_functions_of_their_own_are_the_originals(on, nested, kind):
-    """Seen before as plain tensors or not, in a layer too, and where weights are cached."""
+    """The scales may have been plain tensors in an earlier call. Also try a layer, and cached weights."""
     packed, state = quantized((64, 128), torch.bfloat16, on, nested=nested)
     packed = torch.nn.Parameter(packed, requires_grad=False)
     nf4_patch.disable()
@@ -470,7 +476,7 @@ def test_an_attribute_error_is_taken_for_a_missing_field_only_where_one_is_missi
 @NESTED
 @pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
 def test_direct_api(nested, interpreted, monkeypatch):
-    """The kernel; on a CPU without the interpreter the reference."""
+    """The kernel runs, or the reference on a CPU without the interpreter."""
     device = torch.device("cuda" if torch.cuda.is_available() and interpreted else "cpu")
     if not interpreted:
         monkeypatch.setattr(runtime, "DEVICE", "cuda")

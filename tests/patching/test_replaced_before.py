@@ -1,4 +1,4 @@
-"""Functions that somebody replaced before enable(), and whose results nf4_patch would compute itself: theirs run."""
+"""If somebody replaced a function before enable(), and nf4_patch would compute its result itself, the new function runs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def arguments_of(name, device):
 
 
 def tripled(function):
-    """Wrap a function as a script would, so that its result tells who computed it."""
+    """Wrap a function as a script would, so that its result shows which function computed it."""
     return functools.wraps(function)(lambda *args, **kwargs: torch.full((3,), 3.0))
 
 
 def another(function):
-    """Define another function with the same parameters, in no library."""
+    """Define another function with the same parameters, outside of any library."""
     names = "=None, ".join(inspect.signature(function).parameters) + "=None"
     found = {"torch": torch}
     exec(f"def {function.__name__}({names}): return torch.full((3,), 3.0)", found)
@@ -88,7 +88,7 @@ def in_place(name, make):
 
 @pytest.fixture
 def product(monkeypatch):
-    """What our replacement of a matmul computes here."""
+    """Replace the product that nf4_patch's matmul computes."""
     value = torch.full((7,), 7.0)
     monkeypatch.setattr(FusedMatmul, "run", lambda self, *arguments: value)
     return value
@@ -114,7 +114,7 @@ def test_their_function_runs(linear_op, product, name, make):
 
 @pytest.mark.parametrize("make", [tripled, another])
 def test_theirs_runs_under_plain_enable_too(linear_op, make, caplog):
-    """F.linear of the dequantized weight is all that ours computes. Theirs may do something else."""
+    """nf4_patch computes only F.linear of the dequantized weight. The new function may do something else."""
     arguments = arguments_of(LINEAR, linear_op)
     with in_place(LINEAR, make):
         nf4_patch.enable()
@@ -128,7 +128,7 @@ def test_theirs_runs_under_plain_enable_too(linear_op, make, caplog):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", [MATMUL, LINEAR])
 def test_a_harmless_wrapper_is_still_replaced(linear_op, product, name):
-    """PyTorch's own decorators, and a replacement of ours that somebody kept and put back."""
+    """PyTorch's own decorators are harmless, and so is a replacement of nf4_patch that somebody kept and put back."""
     arguments = arguments_of(name, linear_op)
     nf4_patch.enable(matmul="auto")
     ours = current(name)
@@ -140,7 +140,7 @@ def test_a_harmless_wrapper_is_still_replaced(linear_op, product, name):
 
 
 def test_a_partial_function_does_not_stop_enable(linear_op):
-    """It has no code to look at."""
+    """A partial function has no code that nf4_patch could read."""
     with in_place(MATMUL, functools.partial), torch.no_grad():
         nf4_patch.enable(matmul="auto")
         bnb.matmul_4bit(*arguments_of(MATMUL, linear_op))
@@ -149,7 +149,7 @@ def test_a_partial_function_does_not_stop_enable(linear_op):
 
 @pytest.mark.parametrize("inner", [GEMV, KERNEL, LINEAR])
 def test_a_function_that_matmul_4bit_would_call_runs(linear_op, product, inner):
-    """Our matmul calls none of them. So the library's runs, which does."""
+    """nf4_patch's matmul calls none of these functions. So the library's matmul runs, which calls them."""
     arguments = arguments_of(MATMUL, linear_op)
     with in_place(inner, another), in_place(MATMUL, lambda original: original), torch.no_grad():
         nf4_patch.enable(matmul="auto")
@@ -170,7 +170,7 @@ def test_a_wrapper_put_in_place_after_enable_calls_ours(linear_op, product):
 
 
 def test_modules_that_hold_the_librarys_own_get_ours(linear_op, product, monkeypatch):
-    """Before a wrapper came, they imported it by name."""
+    """Such modules imported the function by name before somebody wrapped it."""
     late = types.ModuleType("imported_by_name")
     nf4_patch.disable()
     late.matmul_4bit = bnb.matmul_4bit

@@ -1,4 +1,4 @@
-"""What status() shows: what ran, what each option did, and what is wrong; as data, everything."""
+"""status() shows what ran, what each option did, and what is wrong. As data, it shows everything."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
 
 
 def test_calls_of_an_option_are_not_added_to_dequantizations(on):
-    """An expected Reason and another: each in the line of the option, neither in the first."""
+    """Count an expected Reason and another one. Both are in the option's line, and neither is in the first line."""
     name = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
     nf4_patch.enable(experts="4bit")
     for reason in (Reason.EXPERT_PARALLEL, Reason.NOT_CUDA, Reason.EXPERT_PARALLEL):
@@ -79,7 +79,7 @@ def test_calls_of_an_option_are_not_added_to_dequantizations(on):
 
 
 def test_offload_without_a_model_says_what_to_do(patched, weight, caplog):
-    """In the status, and once in the log at the end of a process that dequantized."""
+    """The status says it, and so does the log, once, at the end of a process that dequantized."""
     nf4_patch.enable(offload="all")
     said = 'offload="all": no packed weight is in host memory -> load a 4-bit model onto a GPU after the option is on'
     assert f"  {said}" in str(nf4_patch.status()).splitlines()
@@ -101,7 +101,7 @@ def test_the_detail_of_a_reason_is_no_error(on):
 
 
 def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
-    """The direct function, and an error of cache="auto"."""
+    """Try the direct function, and an error of cache="auto"."""
     packed, state = weight
     for _ in range(2):
         nf4_patch.dequantize_nf4(packed, state)
@@ -159,7 +159,7 @@ def test_sizes_are_printed_as_people_write_them(cache, text):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Warnings so far; what was said once before may be said again."""
+    """Return the warnings so far. Earlier warnings may be repeated."""
     monkeypatch.setattr(hooks, "warn_once", counters.warn_once.__wrapped__)
     caplog.set_level(logging.WARNING, "nf4_patch")
     return lambda: "\n".join(record.getMessage() for record in caplog.records)
@@ -189,7 +189,7 @@ def test_an_unknown_variable_is_named(monkeypatch, said):
     ("variable", "others"), [("NF4_PATCH", {}), ("NF4_USE_TRITON", {}), ("NF4_USE_TRITON", {"NF4_PATCH": "1"})]
 )
 def test_what_keeps_the_patch_off_is_named(variable, others, on, monkeypatch, said):
-    """It always wins, also where the patch was on before."""
+    """Such a variable always wins, even if the patch was on before."""
     for name, value in (others | {variable: "0"}).items():
         monkeypatch.setenv(name, value)
     assert nf4_patch.enable() is nf4_patch.is_enabled() is False and not hasattr(F.dequantize_4bit, "__wrapped__")
@@ -199,7 +199,7 @@ def test_what_keeps_the_patch_off_is_named(variable, others, on, monkeypatch, sa
 
 
 def test_load_in_4bit_alone_computes_in_fp32(linear_op, caplog):
-    """The compute dtype that transformers takes without bnb_4bit_compute_dtype."""
+    """transformers uses this compute dtype without bnb_4bit_compute_dtype."""
     transformers = pytest.importorskip("transformers")
     assert transformers.BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_compute_dtype is torch.float32
     counters.warn_once.cache_clear()

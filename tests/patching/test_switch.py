@@ -82,7 +82,7 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
 @pytest.mark.full
 @pytest.mark.parametrize("words", [(), ("-m", "nf4_patch", "run")], ids=str)
 def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_path, monkeypatch):
-    """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
+    """transformers is the first to import bitsandbytes, in the middle of the module that will be patched."""
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load
     import tiny_experts
 
@@ -102,7 +102,10 @@ def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_pa
 
 
 def standing():
-    """What each function that is replaced is now, in the very module, class or dict that is to hold it; None: inherited."""
+    """Return the current function at each replaced place: in the module, class or dict that should hold it.
+
+    None means inherited.
+    """
     found = {}
     for target in TARGETS:
         holder, name = target.holder(sys.modules.get(target.module))
@@ -145,7 +148,7 @@ def test_every_variable_has_a_default_that_it_allows(variable):
 
 
 def test_every_option_is_an_argument_and_a_gate():
-    """One row of the table is all that an option is, besides its word in the two signatures."""
+    """An option is one row of the table and one argument in each of the two signatures."""
     for function in (nf4_patch.enable, nf4_patch.enabled):
         arguments = inspect.signature(function).parameters
         assert [*arguments] == ["profile", *OPTIONS] and {argument.default for argument in arguments.values()} == {None}
@@ -194,7 +197,7 @@ def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
      ("0GiB", "off", "")],
 )  # fmt: skip
 def test_sizes_of_the_cache(given, read, words):
-    """As an argument and as a variable; and as people read them."""
+    """Try sizes as an argument, as a variable, and as text for people."""
     assert Config.read({}, cache=given).options["cache"] == read
     assert Config.read({"NF4_PATCH_CACHE": str(given or "")}).options["cache"] == read
     assert not words or size_in_words(read) == words
@@ -217,7 +220,10 @@ REFUSED = {  # an option: what it is given, and what the error says
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_what_an_option_does_not_allow(option):
-    """As an argument, of a block too, and as a variable: an error of one line that lists the allowed, and the patch stays off."""
+    """Try an argument, also of a block, and a variable.
+
+    The error is one line that lists the allowed values, and the patch stays off.
+    """
     for given, words in REFUSED[option]:
         said = f"=.*{words}".replace("{unset}", "None")
         with pytest.raises(ConfigError, match=f"^{option}{said}") as error:
@@ -233,7 +239,7 @@ def test_what_an_option_does_not_allow(option):
 
 
 def in_force():
-    """The options, as they were asked for and as what follows them has it."""
+    """Return the options as the user set them, and as the code that depends on them sees them."""
     assert all(switch.gates[name].on == (switch.value(name) != "off") for name in OPTIONS)
     assert cache.mode == switch.value("cache")
     return {name: switch.value(name) for name in OPTIONS}
@@ -246,7 +252,7 @@ SIZE = 2**20
 @pytest.mark.every(2)
 @pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_as_argument_and_as_variable(option, monkeypatch):
-    """The argument goes first, then what is in force, then the variable, which counts again after disable()."""
+    """The argument has precedence, then the value in force, then the variable, which counts again after disable()."""
     name, on = OPTIONS[option].name, Config.read({}, **{option: OPTIONS[option].on}).options[option]
     monkeypatch.delenv(name, raising=False)
     given = OPTIONS[option].on
@@ -266,7 +272,9 @@ def test_an_option_as_argument_and_as_variable(option, monkeypatch):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("option", thinned(OPTIONS, 2))
 def test_an_option_that_is_not_named_stays(option, monkeypatch):
-    """Of a second call and of a block, for every option; also where its variable was changed meanwhile, to nonsense too."""
+    """This holds for a second call and for a block, for every option, even if the option's variable was changed to
+    nonsense meanwhile.
+    """
     for each in OPTIONS.values():
         monkeypatch.delenv(each.name, raising=False)
     every = {name: each.on for name, each in OPTIONS.items()} | {"cache": SIZE, "offload": SIZE}
@@ -319,7 +327,7 @@ SWAPS = {
 
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
 def test_a_swap_by_a_name_that_was_taken_before(swap, device):
-    """PyTorch refuses a tensor with weak references: the cache lets go of a parameter, and of its scales, when it asks."""
+    """PyTorch refuses a tensor with weak references, so the cache drops its references to a parameter and its scales in time."""
     stock = torch.utils.swap_tensors, weakref.getweakrefs
     nf4_patch.enable(cache="1MiB")
     weights = [torch.randn(64, 64, device=device) for _ in range(2)]
@@ -345,7 +353,10 @@ def test_a_swap_by_a_name_that_was_taken_before(swap, device):
 
 
 def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):
-    """Whatever became of the environment; the user's exception comes out. Also of a block that ends before one inside it."""
+    """The environment may change meanwhile.
+
+    The user's exception is raised, also from a block that ends before a block inside it.
+    """
     before = {"cache": SIZE}
     nf4_patch.enable(**before)
     for variable in VARIABLES:

@@ -1,6 +1,6 @@
-"""Kept activations in two processes, each of which keeps another number of layers: activations_distributed.py ddp|fsdp1|fsdp2.
+"""Kept activations in two processes: activations_distributed.py ddp|fsdp1|fsdp2. Each process keeps another number of layers.
 
-The losses, gradients and adapters are those of recomputed layers, to the bit. Sharded layers recompute.
+Losses, gradients and adapters are bit-identical to those of recomputed layers. Sharded layers recompute.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Kept activations under Unsloth's checkpoint: activations_unsloth.py. The losses and adapters are those of recomputed layers.
+"""Kept activations under Unsloth's checkpoint: activations_unsloth.py. Losses and adapters equal those of recomputed layers.
 
-On a CPU, Unsloth's checkpoint moves nothing to host memory, but takes the same way to its own reentrant function.
+On a CPU, Unsloth's checkpoint moves nothing to host memory, but also calls its own reentrant function.
 """
 
 import sys

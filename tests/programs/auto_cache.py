@@ -1,9 +1,9 @@
-"""Spare memory near the end of the memory: ``auto_cache.py FIRST LAST [OPTION ...]``. No schedule that fits without it runs out with it.
+"""Train near the limit of the memory: ``auto_cache.py FIRST LAST [OPTION ...]``.
 
-The options are "cache" (by default) and "activations".
+A schedule that fits without the option also fits with it. The options are "cache" (by default) and "activations".
 
-A schedule is a sequence of batches of random size and length, with evaluations in between, under a random limit on what
-PyTorch may take of the GPU.
+A schedule is a sequence of batches of random size and length, with evaluations in between. A random limit caps the GPU
+memory that PyTorch may take.
 """
 
 import gc
@@ -31,7 +31,7 @@ def clean():
 
 
 def run(schedule):
-    """Whether the memory was enough, and what was held at the end, by the cache and by the layers of the last batch."""
+    """Return whether the memory was enough, and the bytes that the cache and the layers of the last batch held at the end."""
     torch.manual_seed(0)
     parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the cache counts is at least what the allocator takes, under the settings of PYTORCH_CUDA_ALLOC_CONF."""
+"""The cache counts at least the memory that the allocator takes, with different settings of PYTORCH_CUDA_ALLOC_CONF."""
 
 import bitsandbytes as bnb
 import torch

@@ -1,4 +1,4 @@
-"""The cache under FSDP2: bytes that are gathered into the old memory are decoded again."""
+"""The cache under FSDP2: if bytes are gathered into the old memory, they are decoded again."""
 
 import os
 import torch

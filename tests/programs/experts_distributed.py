@@ -1,6 +1,6 @@
-"""LoRA on packed experts in two processes: the gradients are the mean of what each has alone. torchrun ... ddp|fsdp2|zero3|loaded
+"""LoRA on packed experts in two processes: torchrun ... ddp|fsdp2|zero3|loaded. Gradients are the mean of each process's own.
 
-*loaded*: ZeRO-3 that transformers knows of (HfDeepSpeedConfig) when it packs the experts of a checkpoint.
+*loaded*: ZeRO-3 is known to transformers (HfDeepSpeedConfig) when it packs the experts of a checkpoint.
 """
 
 import sys

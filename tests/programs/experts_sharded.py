@@ -1,8 +1,8 @@
-"""Experts packed in bf16 storage, checkpointed, under FSDP2 in two processes: errors of the gradients against the mean of what
-each process's tokens give alone. torchrun ...; NCCL with GPUs, gloo without.
+"""Checkpointed experts with bf16 storage under FSDP2 in two processes: torchrun ... over NCCL with GPUs, otherwise over gloo.
 
-A router that chooses by itself may choose otherwise where two logits are as good as equal. With *fixed* choices, which depend
-on the place of a token alone, nothing but a fault makes a difference.
+Print the errors of the gradients against the mean of each process's own gradients. A router may choose other experts if
+two logits are almost equal. With *fixed* choices, which depend only on a token's place, only a fault makes a
+difference.
 """
 
 import json
@@ -57,7 +57,7 @@ def made(folder):
 
 
 def step(model, each):
-    """The loss and the gradients of a process's tokens."""
+    """Return the loss and the gradients of a process's tokens."""
     model.zero_grad()
     ids = (tiny_experts.ids_of(TOKENS) + each) % 96
     loss = model(input_ids=ids, labels=ids).loss

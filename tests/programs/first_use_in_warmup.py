@@ -1,4 +1,4 @@
-"""The first 4-bit weight of a process is met in the warm-up before torch.compile captures a CUDA graph."""
+"""A process uses its first 4-bit weight in the warm-up before torch.compile captures a CUDA graph."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A child that is forked while another thread, or its own, holds one of the locks: it goes on and ends."""
+"""A child that is forked while its own thread or another one holds one of the locks continues and ends."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ nf4_patch.enable(cache="1MiB")
 
 
 def ends_well(child):
-    """Whether the child ends in some seconds, and with 0."""
+    """Return whether the child ends within some seconds, with exit code 0."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -40,7 +40,7 @@ def forked(work, held_by_itself=None):
 
 
 class ThreadThatUses:
-    """Another thread of the child gets the lock too."""
+    """Another thread of the child, which gets the lock too."""
 
     def __init__(self, work):
         self.thread = threading.Thread(target=work)

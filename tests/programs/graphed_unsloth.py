@@ -1,6 +1,6 @@
-"""Unsloth's compiled layers, eagerly and as CUDA graphs: the same losses and adapters, to the bit, in two trainings each.
+"""Unsloth's compiled layers, eagerly and as CUDA graphs. Losses and adapters are bit-identical, in two trainings each.
 
-graphed_unsloth.py [unsloth] [mixture]    # with PyTorch's checkpoint, or with Unsloth's own, its default
+graphed_unsloth.py [unsloth] [mixture] # with PyTorch's checkpoint, or with Unsloth's own, its default
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""DDP in two processes, eagerly and with graphs: the same losses and gradients, to the bit. torchrun --nproc-per-node 2
+"""DDP in two processes, eagerly and with graphs. Losses and gradients are bit-identical. torchrun --nproc-per-node 2
 
-graphs_ddp.py [unsloth]    # a model of Unsloth with its own checkpoint, instead of one of peft
-Over NCCL with two GPUs, and over gloo if both processes share one GPU.
+graphs_ddp.py [unsloth] # a model of Unsloth with its own checkpoint, instead of one of peft The processes use NCCL with
+two GPUs, and gloo if both share one GPU.
 """
 
 import os

@@ -1,7 +1,6 @@
-"""FSDP with and without graphs: the same losses and gradients, to the bit. torchrun --nproc-per-node 2 graphs_sharded.py WAY ...
+"""FSDP with graphs and without. Losses and gradients are bit-identical. torchrun --nproc-per-node 2 graphs_sharded.py WAY ...
 
-*fsdp1* and *fsdp2* shard each decoder layer, and *whole1* and *whole2* the model as one part. *wrapped* shards by peft's policy for
-FSDP1, which also wraps every lora_A and lora_B. Over gloo on the CPU, or over NCCL with two GPUs.
+*fsdp1* and *fsdp2* shard each decoder layer separately, and *whole1* and *whole2* shard the model as a whole. *wrapped* shards with peft's policy for FSDP1, which also wraps every lora_A and lora_B. The processes use gloo on the CPU, or NCCL with two GPUs.
 """
 
 import sys

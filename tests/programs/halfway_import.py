@@ -1,4 +1,4 @@
-"""enable() while another thread is halfway through the import of a bitsandbytes that waits at its ``gate``."""
+"""Call enable() while another thread is in the middle of importing a bitsandbytes that waits at its ``gate``."""
 
 import threading
 import gate

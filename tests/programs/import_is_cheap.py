@@ -1,4 +1,4 @@
-"""Neither the import nor the switching imports torch; both are silent."""
+"""Neither the import nor enable() and disable() import torch or print anything."""
 
 import sys
 import time

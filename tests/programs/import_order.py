@@ -1,4 +1,4 @@
-"""``import_order.py enabled-first|enabled-last``: also what was imported by value, in any module."""
+"""``import_order.py enabled-first|enabled-last``: functions that any module imported by name are patched too."""
 
 import sys
 

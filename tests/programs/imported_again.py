@@ -1,4 +1,4 @@
-"""What is imported again: the target, and all of nf4_patch while it is on and weights are cached."""
+"""Import the target again, and all of nf4_patch while it is on and weights are cached."""
 
 import importlib
 import logging.handlers

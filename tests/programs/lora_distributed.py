@@ -1,6 +1,6 @@
-"""LoRA in one function in two processes: losses and gradients beside peft's own. torchrun ... ddp|fsdp1|wrapped|fsdp2|zero3
+"""LoRA in one function in two processes: torchrun ... ddp|fsdp1|wrapped|fsdp2|zero3. Compare losses and gradients with peft's own.
 
-*wrapped*: FSDP1 by peft's own policy, which wraps every lora_A and lora_B. Over gloo on the CPU, under Triton's interpreter. The input of every layer is bf16.
+*wrapped* is FSDP1 with peft's own policy, which wraps every lora_A and lora_B. It runs over gloo on the CPU, in Triton's interpreter. The input of every layer is bf16.
 """
 
 import sys
@@ -64,12 +64,15 @@ def distributed(model, optimizer):
 
 
 def local(tensors):
-    """What this process holds of them."""
+    """Return the parts of the tensors that this process holds."""
     return torch.cat([getattr(each, "_local_tensor", each).detach().double().flatten() for each in tensors])
 
 
 def training():
-    """The losses, and of the adapters the gradients of the first step, under ZeRO-3 what the steps made of them."""
+    """Return the losses, and the adapters' gradients of the first step.
+
+    Under ZeRO-3, return the trained adapters instead of gradients.
+    """
     model = made()
     zero3 = way == "zero3"
     optimizer = torch.optim.SGD(trained(model), lr=1.0)

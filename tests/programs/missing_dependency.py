@@ -1,6 +1,6 @@
-"""``missing_dependency.py NAME [decode]``: bitsandbytes is imported where nf4_patch finds no NAME, and decodes by the original.
+"""``missing_dependency.py NAME [decode]``: import bitsandbytes where nf4_patch cannot import NAME, and decode with the original.
 
-Others find it: PyTorch itself may import Triton.
+Other packages can import NAME: PyTorch itself may import Triton.
 """
 
 import builtins

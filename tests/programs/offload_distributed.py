@@ -1,8 +1,9 @@
-"""Packed weights in host memory in two processes under DDP: losses and adapters of the resident model's steps, to the
-bit. torchrun ... offload_distributed.py [auto]
+"""Packed weights in host memory in two processes under DDP: torchrun ... offload_distributed.py [auto].
 
-The weights are those of experts with offload="all". With the word auto, they are those of a dense model with offload="auto", and each
-process keeps another number of layers on its GPU. NCCL with GPUs, gloo without, where CUDA is played by CPU tensors.
+Losses and adapters are bit-identical to those of the resident model. The weights are those of experts with
+offload="all". With the word auto, the weights are those of a dense model with offload="auto", and each process keeps
+another number of layers on its GPU. The processes use NCCL with GPUs, otherwise gloo and CPU tensors that stand in for
+CUDA.
 """
 
 import functools
@@ -66,7 +67,7 @@ def dense(where):
 
 
 def room(device):
-    """Rank 0 has room for two layers, and rank 1 for all."""
+    """Give rank 0 room for two layers, and rank 1 for all layers."""
     taken, margin, size = prefetch.taken[device], 2**26, max((block.size for block in host_memory.living()), default=0)
     return memory.MemoryInfo((LAYERS if rank else 2) * size + margin - taken, 2**30 + taken, 2**30, margin)
 

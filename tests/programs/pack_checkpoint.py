@@ -1,4 +1,4 @@
-"""A random checkpoint, saved packed: ``pack_checkpoint.py EXAMPLES FOLDER``."""
+"""Save a random checkpoint packed: ``pack_checkpoint.py EXAMPLES FOLDER``."""
 
 from __future__ import annotations
 

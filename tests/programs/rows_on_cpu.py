@@ -1,6 +1,6 @@
-"""Weights on a CPU whose rows are no multiple of the blocksize: what is dequantized and merged is right.
+"""Dequantize and merge weights on a CPU whose row length is no multiple of the blocksize. The results are right.
 
-Nothing is under the interpreter: the original runs on a CPU.
+Nothing is interpreted, because the original runs on a CPU.
 """
 
 import contextlib

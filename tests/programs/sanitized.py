@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: ``sanitized.py dequantize|small_m``."""
+"""The program that compute-sanitizer checks: ``sanitized.py dequantize|small_m``."""
 
 import sys
 
@@ -28,7 +28,7 @@ def dequantize():
 
 
 def small_m():
-    """Tails of N and K, every row of the table, parts of K."""
+    """Multiply with every row of the table, with tails of N and K, and with parts of K."""
     here = torch.cuda.get_device_capability()
     for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
         for m in (1, 9, 17, 64):

@@ -1,4 +1,4 @@
-"""Two processes under torchrun: a shard of a packed weight is refused by name, the gathered weight is decoded."""
+"""Two processes under torchrun. A shard of a packed weight is refused by name, and the gathered weight is decoded."""
 
 import os
 import torch

@@ -1,4 +1,6 @@
-"""Adapters on experts in 16 bits with peft alone: ``stock_peft.py MODEL ADAPTERS FILE ...`` writes loss and logits of each."""
+"""Use adapters on experts in 16 bits with peft alone: ``stock_peft.py MODEL ADAPTERS FILE ...`` writes the loss and
+logits of each adapter.
+"""
 
 import sys
 import torch

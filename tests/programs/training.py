@@ -1,4 +1,4 @@
-"""Steps of one Linear4bit on the CPU: ``training.py [STEPS]``. Prints how often the kernel ran."""
+"""Train one Linear4bit on the CPU: ``training.py [STEPS]``. Print how often the kernel ran."""
 
 from __future__ import annotations
 

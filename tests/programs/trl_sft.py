@@ -1,7 +1,7 @@
-"""TRL's own sft.py, offline, on a model and a data set of this program's: trl_sft.py FOLDER [--use_liger_kernel ...].
+"""Run TRL's own sft.py offline, on a model and a data set that this program makes: trl_sft.py FOLDER [--use_liger_kernel ...].
 
-NF4_PATCH and NF4_PATCH_LORA decide about the patch; the script knows nothing of it. Then once more without the patch. Prints
-the losses and what ran of both, as JSON.
+NF4_PATCH and NF4_PATCH_LORA switch the patch on, and the script does not name it. The script then runs again without
+the patch. Print the losses and counts of both runs as JSON.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The patch and its cache in Unsloth: ``unsloth_eager.py TARGET first|last|between``, enabled before, between or after the imports."""
+"""The patch and its cache in Unsloth: ``unsloth_eager.py TARGET first|last|between`` enables them before, after or
+between the imports.
+"""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Unsloth's functions that the fused matmul replaces, on the GPU: ``unsloth_fused_matmul.py gemv|matmul_lora``."""
+"""Run Unsloth's functions that the fused matmul replaces, on the GPU: ``unsloth_fused_matmul.py gemv|matmul_lora``."""
 
 import sys
 
@@ -54,7 +54,7 @@ def gemv():
 
 @torch.no_grad()
 def matmul_lora():
-    """Against its dequantize + matmul, with and without an adapter; backward it is the original."""
+    """Compare with dequantize + matmul, with and without an adapter. The backward runs the original."""
     assert fast_lora.matmul_lora is utils.matmul_lora
     packed, state = quantized((1024, 2048), torch.bfloat16, "cuda")
     truth = exact(layout_of(packed, state))

@@ -1,6 +1,7 @@
-"""Every option where no weight is on a GPU: the originals run, under their Reasons. ``without_gpu.py FOLDER [unsloth]``.
+"""Turn every option on where no weight is on a GPU: ``without_gpu.py FOLDER [unsloth]``. The originals run, under their Reasons.
 
-Nothing is under the interpreter and nothing of ``runtime`` is replaced: a CPU build of PyTorch lacks some of its functions.
+Nothing is interpreted, and no function of ``runtime`` is replaced, because a CPU build of PyTorch lacks some functions
+that it calls.
 """
 
 import sys
@@ -25,7 +26,7 @@ EXPECTED = {"NOT_CUDA", *["LORA_REPLACED"] * bool(unsloth)}  # Unsloth replaces 
 
 
 def dense():
-    """A peft model of two layers: outputs and gradients of few rows and of many, with every way to call it."""
+    """Run a peft model of two layers: outputs and gradients of few rows and of many, with every way to call it."""
     torch.manual_seed(0)
     layers = [bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.bfloat16) for _ in range(2)]
     base = torch.nn.Sequential(*layers).bfloat16().to(CPU)

@@ -1,7 +1,7 @@
 """QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off|cached CHECKPOINT STEPS FOLDER.
 
-Each process writes FOLDER/RANK.json: losses as hex, the trained parameters' sum, hits, fallbacks, and what a sharded weight is.
-NCCL with GPUs; without, gloo and the kernels under Triton's interpreter.
+Each process writes FOLDER/RANK.json with the losses as hex, the sum of the trained parameters, hits, fallbacks, and a
+description of a sharded weight. The processes use NCCL with GPUs, otherwise gloo and kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def shard_is_refused(weight: torch.Tensor) -> bool:
-    """What is left of a weight between its uses is not decoded."""
+    """Return whether the shard that is left of a weight between its uses is refused."""
     try:
         nf4_patch.dequantize_nf4(weight, weight.quant_state)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Cases without their whole product: each run has some of them, and the full run has all."""
+"""Choose some cases of a product for each run. The full run has all cases."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import pytest
 
 
 def alternating(names: Iterable[Any], ways: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """(name, way): every way with one of the names, the next way with the next name."""
+    """Return (name, way) for every way. Each way gets the next name, in a cycle."""
     return list(zip(itertools.cycle(names), ways))
 
 
 def crossed(names: Iterable[Any], ways: Iterable[Any], every: int = 1, only: Iterable[Any] | None = None) -> list[Any]:
-    """Every (name, way) in the full run. In each run, the alternating ones: those of the ways ``only``, or ``every`` second, third ... one."""
+    """Return every (name, way). Pairs that only the full run has are marked.
+
+    Each run has the alternating pairs of the ways ``only``, or each alternating pair whose number is a multiple of
+    ``every``.
+    """
     names, ways = list(names), list(ways)
     quick = [pair for pair in alternating(names, ways)[::every] if only is None or pair[1] in only]
     return [pytest.param(*pair, marks=marks(pair in quick)) for pair in itertools.product(names, ways)]
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """Every case in the full run, and ``every`` second, third ... one in each run."""
+    """Return every case. Cases whose number is no multiple of ``every`` are marked for the full run."""
     return [pytest.param(case, marks=marks(number % every == 0)) for number, case in enumerate(cases)]
 
 

@@ -1,6 +1,7 @@
-"""What changes a 4-bit weight: one table, which the tests of everything that remembers a weight walk.
+"""Changes of a 4-bit weight in one table, which the tests of all code that remembers a weight use.
 
-A change is made of ``at``: whoever holds the packed parameter ``at.packed`` and its state ``at.state``, and lets both be replaced.
+A change is made on ``at``, a Place. It holds the packed parameter ``at.packed`` and its state ``at.state``, and lets a
+change replace both.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from oracle import quantized
 
 
 def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch.bfloat16, seed=0) -> SimpleNamespace:
-    """A weight that nobody else holds."""
+    """Return a new weight that no other code holds."""
     packed, state = quantized(shape, dtype, device, nested=nested, seed=seed)
     return SimpleNamespace(packed=torch.nn.Parameter(packed, requires_grad=False), state=state)
 
 
 class Place:
-    """The weight of a layer: what a change is made of."""
+    """The place of a layer's weight, on which a change is made."""
 
     def __init__(self, layer: torch.nn.Module):
         self.layer = layer
@@ -50,13 +51,13 @@ def another(parameter: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
 
 
 def other(scales: torch.Tensor) -> torch.Tensor:
-    """Other numbers of the same kind."""
+    """Return other numbers of the same kind."""
     scales = scales.detach()
     return scales ^ 3 if scales.dtype is torch.uint8 else scales * 2
 
 
 def refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """As FSDP frees memory and fills it again: neither address nor version need to change."""
+    """Free a tensor's memory and fill it again, as FSDP does. Neither the address nor the version need to change."""
     nbytes = tensor.untyped_storage().nbytes()
     tensor.untyped_storage().resize_(0)  # FSDP2's way, then FSDP1's
     tensor.data._typed_storage()._resize_(nbytes)
@@ -65,7 +66,7 @@ def refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
 
 
 def through_an_alias(holder: Any, name: str) -> None:
-    """The state holds an alias with a version counter of its own; the tensor that is written lives on."""
+    """Let the state hold an alias with a separate version counter. The tensor that is written stays alive."""
     first = getattr(holder, name)
     setattr(holder, name, first.data)
     getattr(holder, name).first = first.copy_(other(first))

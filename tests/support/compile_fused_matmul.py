@@ -1,6 +1,6 @@
-"""Compile the fused matmul of every row of the tables and print "arch registers stack shared name" a line.
+"""Compile the fused matmul for every row of the tables, and print "arch registers stack shared name", one per line.
 
-A process of its own, because the tests' process may hold Triton's interpreter.
+This runs in a separate process, because the tests' process may hold Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32, step=64
 
 
 def rows_of(m):
-    """Rows of X, one of each tile count that a table's row for up to m serves."""
+    """Return one number of rows of X for each tile count that a table's row for up to m rows serves."""
     return {8: (8,), 16: (16,), 64: (24, 32, 48, 64)}[m]
 
 

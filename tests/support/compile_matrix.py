@@ -1,7 +1,7 @@
 """Compile the kernel for a list of GPUs and print its machine code as JSON: ``python compile_matrix.py main|full``.
 
-A process of its own, because the tests' process may hold the kernels under the interpreter, and because PYTHONPATH
-chooses the Triton that compiles.
+This runs in a separate process, because the tests' process may interpret the kernels, and because PYTHONPATH chooses
+the Triton that compiles.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
 
 
 def cases(kind: str):
-    """(capability, variant): what each row of the launch table gives for a usual weight, and more for sm_75.
+    """Yield (capability, variant) for the usual weight with each row of the launch table, and more variants for sm_75.
 
-    "main" alternates dtypes between the GPUs, but for sm_75 and sm_90, which have all of them.
+    "main" alternates the dtypes between the GPUs. Only sm_75 and sm_90 get all dtypes.
     """
     wide = kind == "full"
     for capability, dtype, numel in itertools.product(machine_code.CAPABILITIES, DTYPES, SIZES[not wide :]):

@@ -1,6 +1,6 @@
-"""Compile the kernels of routing for every GPU and print "arch dtype kernel registers stack widths" a line.
+"""Compile the routing kernels for every GPU, and print "arch dtype kernel registers stack widths", one per line.
 
-A process of its own, because the tests' process may hold Triton's interpreter.
+This runs in a separate process, because the tests' process may hold Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every mixture of experts of the installed transformers, as small as it can be, and what can be done with it."""
+"""Every mixture of experts of the installed transformers, as small as possible, and the actions that work with it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ SMALL: dict[str, Any] = {
 
 
 def kind_of(name: str) -> Any:
-    """The class of a model with experts of this folder of transformers, with a head rather than without; None: there is none."""
+    """Return the class of a model with experts in this folder of transformers, or None if there is none.
+
+    Prefer a class with a head.
+    """
     spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
     if spec is None or "Expert" not in Path(spec.origin).read_text():
         return None
@@ -73,7 +76,7 @@ def kind_of(name: str) -> Any:
 
 
 def mixtures() -> dict[str, Any]:
-    """By folder, the class of a model of every mixture."""
+    """Return the class of a model of every mixture, by folder."""
     folders = (found.name for found in pkgutil.iter_modules(transformers.models.__path__) if found.ispkg)
     return {name: kind for name in folders if (kind := kind_of(name)) is not None}
 
@@ -117,7 +120,7 @@ MADE = {
 
 
 def shrink(config: Any, small: dict[str, Any]) -> Any:
-    """The configuration and those in it, with the values of ``small`` where they have others."""
+    """Shrink the configuration and the configurations inside it to the values of ``small``, where they differ."""
     for name, value in small.items():
         if getattr(config, name, None) is not None:
             with contextlib.suppress(StrictDataclassFieldValidationError):
@@ -150,7 +153,7 @@ def random_model(name: str, model: Any) -> Any:
 
 
 def matrices(model: Any) -> dict[str, str]:
-    """Of what the experts multiply by, that is no linear layer of its own: the class and the name there, by full name."""
+    """Return the class and the name of each matrix in the experts that is no separate linear layer, by full name."""
     return {
         f"{path}.{name}": f"{type(module).__name__}.{name}"
         for path, module in model.named_modules()
@@ -161,7 +164,7 @@ def matrices(model: Any) -> dict[str, str]:
 
 
 def unpacked(model: Any) -> Any:
-    """With the experts as they are read, and linear layers in 4 bits."""
+    """Replace packed experts by dense experts with the decoded values. Linear layers stay in 4 bits."""
     for _, module, name in packed_stacks(model):
         dense = getattr(module, name).detach()
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
@@ -177,7 +180,7 @@ def loss_of(model: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def said_by_us() -> Iterator[list[str]]:
-    """The warnings of nf4_patch's loading."""
+    """Yield the warnings that nf4_patch's loading logs."""
     said: list[str] = []
     handler, logger = logging.Handler(logging.WARNING), loading.logger
     handler.emit = lambda record: said.append(record.getMessage()) if record.module == LOADING else None  # type: ignore
@@ -189,11 +192,11 @@ def said_by_us() -> Iterator[list[str]]:
 
 
 class No(Exception):
-    """Why something does not work."""
+    """An action does not work. The message says why."""
 
 
 class Walk:
-    """What can be done with one mixture, a method for each column. It raises why not."""
+    """Actions on one mixture, with one method for each column of the table. A method raises No if its action does not work."""
 
     def __init__(self, name: str, kind: Any, folder: Path):
         self.kind, self.folder, self.experts = kind, folder, "4bit"
@@ -217,14 +220,14 @@ class Walk:
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
-        """Without the option."""
+        """Turn the option off inside the ``with`` block."""
         self.experts = "off"
         with nf4_patch.enabled(experts="off"):
             yield
         self.experts = "4bit"
 
     def packed(self) -> None:
-        """Every stack is, or a warning says which are not."""
+        """Check that every stack is packed, or that a warning names the stacks that are not."""
         with said_by_us() as said:
             model = self.loaded()
         found = {name for name, _, _ in packed_stacks(model)}
@@ -250,7 +253,10 @@ class Walk:
         return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options))
 
     def step(self, model: Any, **options: Any) -> dict[str, torch.Tensor]:
-        """The loss of the second step, in which peft failed once, and the gradient of each factor of LoRA: zero for none."""
+        """Return the loss of the second step, in which peft failed once, and the gradient of each LoRA factor.
+
+        A missing gradient is zero.
+        """
         model = self.with_lora(model, **options)
         for _ in range(2):
             model.zero_grad()
@@ -263,7 +269,7 @@ class Walk:
         }
 
     def trains(self, **options: Any) -> None:
-        """As the same model with dense experts does without the option: the same modules, loss and gradients, in fp32."""
+        """Check that training equals that of dense experts without the option: the same modules, loss and gradients, in fp32."""
         dense = unpacked(self.loaded(dtype=torch.float32))
         ours = self.step(self.loaded(dtype=torch.float32), **options)
         with self.without():
@@ -284,7 +290,7 @@ class Walk:
         self.trains(**self.on_stacks())
 
     def merge(self) -> None:
-        """What is merged is the sum of both, but for an error of 4 bits."""
+        """Check that the merged weight is the sum of both, except for the error of 4 bits."""
         model = self.with_lora(self.loaded(), lora_alpha=256, **self.on_stacks())
         wrappers = [each for each in model.modules() if isinstance(each, ParamWrapper)]
         delta = {each: each.get_delta_weight("default").float() for each in wrappers}
@@ -314,7 +320,7 @@ def keys_in(folder: Path) -> set[str]:
 
 
 def why_not(walk: Walk, column: str) -> str:
-    """Nothing, or why it does not work."""
+    """Return why a column's action does not work, or ""."""
     try:
         getattr(walk, column)()
     except Exception as error:
@@ -326,7 +332,10 @@ def why_not(walk: Walk, column: str) -> str:
 
 
 def walked(name: str, kind: Any) -> dict[str, str]:
-    """Of each column "yes", or why not; of one that does not work without the option either "-". Nothing: no stacks."""
+    """Return "yes" or the error for each column, or "-" if the action does not work without the option either.
+
+    The result is empty if the mixture has no stacks.
+    """
     with tempfile.TemporaryDirectory() as folder, nf4_patch.enabled(experts="4bit"):
         walk, found = Walk(name, kind, Path(folder)), {}
         for column in COLUMNS if walk.matrices else ():

@@ -1,7 +1,7 @@
 """accelerate's FSDP without a GPU, over gloo: torchrun fsdp_on_cpu.py CONFIG.yaml SCRIPT ARGUMENTS.
 
-accelerate reads an FSDP configuration for GPUs only. Here its variables are set from the file, as `accelerate launch`
-sets them, and the Accelerator is told to be an FSDP one; what it then wraps and trains is its own.
+accelerate reads an FSDP configuration only for GPUs. This program sets the same variables from the file as ``accelerate
+launch`` does, and makes the Accelerator an FSDP one. accelerate itself then wraps and trains the model.
 """
 
 from __future__ import annotations

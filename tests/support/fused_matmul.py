@@ -1,4 +1,4 @@
-"""What tests of the fused matmul share: the error against fp64, inputs, a layer, and what was counted."""
+"""Functions that tests of the fused matmul share: the error against fp64, inputs, a layer, and counts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ measured = pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has
 def unfused_error(
     x: torch.Tensor, layout: PackedWeight, truth: torch.Tensor, bias: torch.Tensor | None = None
 ) -> float:
-    """Of dequantize + linear against ``truth``: cuBLAS or plain torch, whichever is further off.
+    """Return the error of dequantize + linear against ``truth``, with cuBLAS or plain torch, whichever has the larger error.
 
-    In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly
-    and add in fp32; the order of the additions differs, and the last bit of a sum with it. Hence tests allow 1 % more, of
-    an error that is nearly all rounding of the weight and of the result.
+    In a matmul of few numbers, each of the two may be accurate by chance. They round the same weights as the fused
+    matmul, multiply exactly and add in fp32. Only the order of the additions differs, and so the last bit of a sum. So
+    tests allow 1 % more than this error. Nearly all of the error comes from rounding the weight and the result.
     """
     linear = torch.nn.functional.linear(x, reference.dequantize(layout), bias)
     return max(error(linear, truth), error(matmul_reference.matmul(x, layout, bias), truth))
@@ -42,21 +42,21 @@ def multiply(
     x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None, config: launch.SmallMConfig | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x @ weight.T (+ bias) by the kernel of ``config``, or of the table's config for these sizes."""
+    """Return x @ weight.T (+ bias) from the kernel of ``config``, or of the table's config for this size."""
     (n, k), capability = layout.shape, torch.cuda.get_device_capability(x.device)
     config = config or launch.config_for(capability, x.numel() // k, n, k, runtime.multiprocessors(x.device))
     return launch.resolve(x, layout, bias, config)(x, out)
 
 
 def one_hot(columns: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """x [len(columns), k] that picks these columns of a weight: 1 * w, plus zeros, in every lane and slice."""
+    """Return x [len(columns), k] that picks these columns of a weight: 1 * w, plus zeros, in every lane and slice."""
     x = torch.zeros(len(columns), k, dtype=dtype, device=CUDA)
     x[torch.arange(len(columns), device=CUDA), columns] = 1
     return x
 
 
 def adversarial(n: int, k: int, m: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, weight [n, k], x [m, k]) in fp32: heavy tails, cancelling rows, outlier columns, tiny and large numbers."""
+    """Yield (name, weight [n, k], x [m, k]) in fp32: heavy tails, cancelling rows, outlier columns, tiny and large numbers."""
     generator = torch.Generator(device=CUDA).manual_seed(1)
     w = torch.randn(n, k, device=CUDA, generator=generator) * 0.02
     x = torch.randn(m, k, device=CUDA, generator=generator)
@@ -75,7 +75,7 @@ def adversarial(n: int, k: int, m: int) -> Iterator[tuple[str, torch.Tensor, tor
 
 
 def linear(n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> bnb.nn.Linear4bit:
-    """A random 4-bit layer on the first GPU."""
+    """Return a random 4-bit layer on the first GPU."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(k, n, bias=bias, quant_type="nf4", compute_dtype=dtype)
     layer.weight.data.normal_(std=0.02)
@@ -83,14 +83,17 @@ def linear(n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = Fal
 
 
 def hits_by_shape() -> dict:
-    """Hits of the fused matmul by target, shape and dtype."""
+    """Return the fused matmul's hits by target, shape and dtype."""
     return {
         key: counter.hits for key, counter in counters.hit_counters.items() if key[3] == "fused matmul" and counter.hits
     }
 
 
 def stock_and_fused(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer gives without the patch, which has the bits of matmul="off", and with "auto", its hits counted from zero."""
+    """Return the layer's result without the patch, and with "auto", whose hits are counted from zero.
+
+    Check that matmul="off" gives the same bits as no patch.
+    """
     with torch.no_grad():
         nf4_patch.disable()
         stock = layer(x)

@@ -1,6 +1,7 @@
-"""Random states against bitsandbytes, bit for bit, and malformed ones, each of which must end in a named Reason.
+"""Random states are compared with bitsandbytes bit for bit. Malformed states must end in a named Reason.
 
-Every tensor lies inside a larger buffer of canaries: a read outside shows in the result, a write in the buffer of ``out``.
+Every tensor lies inside a larger buffer of canaries. A read outside the tensor shows in the result, and a write outside
+``out`` shows in the buffer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CTA = {"cuda": 1 << 14, "cpu": 1 << 12}  # whole CTAs of every kernel: no masks
 
 
 class Case(NamedTuple):
-    """One random state."""
+    """A random state."""
 
     seed: int  # of its random bytes
     shape: tuple[int, ...]
@@ -57,7 +58,7 @@ class Case(NamedTuple):
 
 @st.composite
 def states(draw: Any, device: str, blocksizes: Sequence[int] = BLOCKSIZES, faults: Sequence[str] = ()) -> Case:
-    """Draw a case: weighted toward what models have, with everything else in it."""
+    """Draw a case. States that models have are more frequent, and every other state is possible."""
 
     def happens(tenths: int) -> bool:
         return draw(st.integers(1, 10)) <= tenths
@@ -96,7 +97,7 @@ def states(draw: Any, device: str, blocksizes: Sequence[int] = BLOCKSIZES, fault
 
 
 def sizes(largest: float) -> st.SearchStrategy[int]:
-    """From 1 to ``largest``, as often small as large."""
+    """Draw a size from 1 to ``largest``, evenly on a logarithmic scale."""
     return st.integers(0, 1000).map(lambda thousandths: int(largest ** (thousandths / 1000)))
 
 
@@ -117,7 +118,7 @@ def drawn(count: int, seed: int, strategy: st.SearchStrategy[Any]) -> list[Any]:
 
 
 def bytes_in(count: int, device: torch.device, start: int = 0, fill: int = CANARY) -> tuple[torch.Tensor, torch.Tensor]:
-    """A buffer of canaries and the ``count`` bytes of it that begin ``start`` bytes past a boundary."""
+    """Return a buffer of canaries, and ``count`` bytes of it that begin ``start`` bytes after an aligned address."""
     buffer = torch.full((count + 2 * PADDING + start,), CANARY, dtype=torch.uint8, device=device)
     view = buffer[PADDING + start : PADDING + start + count]
     if fill != CANARY:
@@ -126,14 +127,14 @@ def bytes_in(count: int, device: torch.device, start: int = 0, fill: int = CANAR
 
 
 def placed(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """A copy of ``tensor`` in the middle of a buffer of canaries."""
+    """Return a copy of ``tensor`` in the middle of a buffer of canaries."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     _, view = bytes_in(raw.numel(), tensor.device, start)
     return view.copy_(raw).view(tensor.dtype).view(tensor.shape)
 
 
 def random_state(case: Case, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """The packed weight and QuantState of a case: every byte random."""
+    """Return a case's packed weight and QuantState, in which every byte is random."""
     from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
 
     generator = torch.Generator(device).manual_seed(case.seed)
@@ -167,7 +168,7 @@ def random_state(case: Case, device: torch.device) -> tuple[torch.Tensor, Any]:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Shape, dtype, strides and bits; NaN where the other is NaN; on the CPU FP4's zeros have other signs."""
+    """Compare shape, dtype, strides and bits. Any two NaNs are equal. On the CPU, FP4's zeros may have other signs."""
 
     def meta(tensor: torch.Tensor) -> tuple[Any, ...]:  # a dimension of one element has any stride
         strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -244,7 +245,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def broken(fault: Fault, packed: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any] | None:
-    """The arguments with their fault; None where the case has no such field. The state itself is changed."""
+    """Return the arguments with their fault, or None if the case has no such field. The state itself is changed."""
     path, change, _ = fault
     if path in ("packed", "state"):
         return (change(packed), state) if path == "packed" else (packed, change(state))
@@ -288,7 +289,7 @@ class FuzzReport(Report):
 
 
 class Fuzzer:
-    """Runs cases and keeps the report. One Dequantizer for all: remembered launches meet reused addresses."""
+    """Runs cases, and collects the report. One Dequantizer runs all cases, so remembered launches meet reused addresses."""
 
     def __init__(self, device: torch.device, oracle: str = "bitsandbytes", seed: int = 0):
         from nf4_patch.patching.dequantizer import Dequantizer  # imports the kernels
@@ -298,7 +299,7 @@ class Fuzzer:
         self.report = FuzzReport(cases.place_of(device), seed)
 
     def run(self, case: Case) -> None:
-        """Run the well-formed state, and the same state broken where the case says so."""
+        """Run the well-formed state. If the case has a fault, also run the same state with the fault."""
         report = self.report
         packed, state = random_state(case, self.device)
         want = self.original(case, packed, state)
@@ -324,7 +325,7 @@ class Fuzzer:
         return expected(packed.clone(), state)
 
     def run_kernel(self, case: Case, packed: torch.Tensor, state: Any, want: torch.Tensor) -> Any:
-        """The result, compared, or the Reason why not"""
+        """Compare the result of the kernel, or return the Reason why it did not run."""
         before = packed.clone()
         out = buffer = None
         if case.into == "out":
@@ -345,7 +346,7 @@ class Fuzzer:
         return result
 
     def run_broken(self, case: Case, packed: torch.Tensor, state: Any, want: torch.Tensor) -> None:
-        """The original is not asked: it may read outside its buffers."""
+        """Run a malformed state. The original does not run, because it might read outside its buffers."""
         changed = broken(FAULTS[case.fault], packed, state)
         if changed is None:
             return
@@ -374,9 +375,9 @@ def fuzz(
     """Run ``count`` cases of ``seed`` on the GPU.
 
     Args:
-        blocksizes: drawn from; fewer mean fewer kernels to compile.
-        oracle: "bitsandbytes", or "formula" for compute-sanitizer: bitsandbytes' CUDA kernel (0.50.2) itself reads
-            past the end of absmax when the last block is partial.
+        blocksizes: the blocksizes to draw from. With fewer blocksizes, fewer kernels are compiled.
+        oracle: "bitsandbytes", or "formula" for compute-sanitizer, because bitsandbytes' CUDA kernel (0.50.2) itself reads
+            past the end of absmax if the last block is partial.
     """
     require_gpu()
     fuzzer = Fuzzer(cases.device_here(), oracle, seed)
@@ -390,9 +391,9 @@ def fuzz(
 
 @st.composite
 def products(draw: Any, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
-    """Draw a well-formed state of a weight [N, K], and rows of X: sizes of every row of the fused matmul's table for an H200.
+    """Draw a well-formed state of a weight [N, K], and rows of X, for every row of the fused matmul's table for an H200.
 
-    Few tile counts, because each is a kernel to compile.
+    Only few tile counts are drawn, because a kernel is compiled for each.
     """
     n, k = draw(sizes(13000)), draw(st.sampled_from((16, 32, 64))) * draw(sizes(512))
     large = st.integers(57, 64) if n * k >= 2**24 else st.just(16)
@@ -406,7 +407,8 @@ def products(draw: Any, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
 
 
 def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Counter[str]:
-    """States that the fused matmul ran ("hits"), and those it refused by Reason, of those that the dequantization runs.
+    """Return how many states the fused matmul ran ("hits") and how many it refused by Reason, among states that
+    dequantize supports.
 
     Raises:
         AssertionError: a row of X with a single 1 gave other bits than bitsandbytes' dequantization.

@@ -30,16 +30,16 @@ libc.mallinfo2.restype = Info
 
 
 def in_use() -> int:
-    """Return the bytes that malloc has given out. PyTorch's CPU tensors lie there."""
+    """Return the bytes that malloc has given out, which include PyTorch's CPU tensors."""
     info = libc.mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 class Memory:
-    """A simulated GPU of ``total`` bytes. What the heap takes beyond its size at the beginning is in use there.
+    """A simulated GPU of ``total`` bytes. The bytes by which the heap grows beyond its first size are in use on this GPU.
 
-    As PyTorch does, it reserves the most that was in use, until ``empty_cache``. ``peak`` is the most that was ever in
-    use, as far as ``look`` saw it.
+    As PyTorch does, it reserves the most bytes that were in use since ``empty_cache``. ``peak`` is the most that was
+    ever in use, as far as ``look`` saw it.
     """
 
     DEVICE = -1  # the device of a CPU tensor

@@ -1,4 +1,4 @@
-"""CUDA as the offload of packed weights sees it, in plain CPU tensors: a copy stream that runs only when it is waited for."""
+"""A stand-in for the CUDA calls of offload, with plain CPU tensors. Its copy stream runs only when it is waited for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Event:
 
 
 class Stream:
-    """Operations in order. The computing stream runs them at once, one that copies as late as it may."""
+    """A stream of operations. The computing stream runs each operation at once, and a copy stream as late as possible."""
 
     def __init__(self, device: Any = None, computes: bool = False):
         self.queue: list[Any] = []
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Cuda:
-    """``limit``: bytes that can be pinned."""
+    """Stand-in for ``host_memory.Cuda``. ``limit`` is how many bytes can be pinned."""
 
     kind, event = "cpu", Event
 

@@ -1,4 +1,4 @@
-"""What comes in the middle of a function: another thread's work, or Ctrl-C."""
+"""Interrupt a function in the middle, with another thread's work or with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import CodeType
 
 
 def lines_of(code: CodeType) -> list[int]:
-    """The lines of a function, but for that of its ``def``."""
+    """Return the lines of a function, except the line of its ``def``."""
     return sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
 
 
 @contextlib.contextmanager
 def at_line(code: CodeType, line: int, act: Callable[[], object], reached: list[int]) -> Iterator[None]:
-    """``act`` is called before that line runs, in this thread."""
+    """Call ``act`` before this line runs, in this thread."""
 
     def trace(frame, event, arg):
         if frame.f_code is not code:
@@ -36,7 +36,7 @@ def at_line(code: CodeType, line: int, act: Callable[[], object], reached: list[
 def interrupted_at_every_line(
     call: Callable[[], object], *functions: object, before: Callable[[], object] = lambda: None
 ) -> Iterator[str]:
-    """Interrupt ``call`` once at each line of the functions that it reaches, after ``before``. Yields where."""
+    """Interrupt ``call`` once at each line of the functions that it reaches. ``before`` runs before each call. Yield the place."""
     for function in functions:
         code = getattr(function, "__code__", function)
         for line in lines_of(code):

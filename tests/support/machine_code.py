@@ -1,7 +1,7 @@
-"""What the compiler makes of a kernel, on a machine that need not have a GPU.
+"""Compile a kernel to machine code and count its instructions, on a machine that need not have a GPU.
 
-Triton compiles for any capability, and its wheel carries ptxas and the disassembler. Counts are static: the
-dequantization of whole groups has no loop.
+Triton compiles for any capability, and its wheel contains ptxas and the disassembler. Instructions are counted without
+running, which suffices because the dequantization of whole groups has no loop.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Code(NamedTuple):
 
 
 class Unsupported(NotAvailable):
-    """Code for this capability cannot be compiled, or not be run, on this machine."""
+    """Code for this capability cannot be compiled, or cannot run, on this machine."""
 
 
 def tool(name: str) -> str:
-    """Path of nvdisasm, cuobjdump or ptxas in the installed Triton's wheel."""
+    """Return the path of nvdisasm, cuobjdump or ptxas in the installed Triton's wheel."""
     import triton
 
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
 def source(variant: Variant, capability: Capability) -> Any:
-    """The kernel of ``variant`` as Triton's compiler takes it, specialized as a launch would specialize it."""
+    """Return the source of ``variant`` for Triton's compiler, specialized as a launch specializes the kernel."""
     from triton.compiler import ASTSource
 
     kernel = compilation.kernels.dequantize_kernel
@@ -85,7 +85,7 @@ def source(variant: Variant, capability: Capability) -> Any:
 
 
 def compile_variant(variant: Variant, capability: Capability) -> Any:
-    """Triton's CompiledKernel of ``variant`` for ``capability``; ``asm`` holds its "ptx" and "cubin".
+    """Return Triton's CompiledKernel of ``variant`` for ``capability``. Its ``asm`` holds "ptx" and "cubin".
 
     Raises:
         Unsupported: the installed Triton does not know the capability.
@@ -99,7 +99,7 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
 
 
 def check(capability: Capability) -> None:
-    """Raises Unsupported unless the kernel has a launch for the capability and the installed Triton compiles for it."""
+    """Raise Unsupported unless the kernel has a launch for the capability and the installed Triton compiles for it."""
     if capability not in FIRST_TRITON:
         raise Unsupported(f"{arch_of(capability)} is not supported; use one of {', '.join(map(arch_of, CAPABILITIES))}")
     if FIRST_TRITON[capability] > TRITON_RELEASE:
@@ -116,10 +116,10 @@ def arch_of(capability: Capability) -> str:
 
 
 def capability_of(arch: str) -> Capability:
-    """(7, 5) of "sm_75", "75" or "7.5".
+    """Return the capability, such as (7, 5), that "sm_75", "75" or "7.5" names.
 
     Raises:
-        Unsupported: no capability is written so.
+        Unsupported: the text names no capability.
     """
     found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", arch)
     if not found:
@@ -138,7 +138,7 @@ RESOURCES = re.compile(r"Function \S+?:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOC
 
 
 def disassemble(cubin: bytes) -> Code:
-    """The machine code of a cubin with one kernel."""
+    """Return the machine code of a cubin with one kernel."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)

@@ -1,4 +1,4 @@
-"""The fused matmul compiled for a GPU that need not be here, and run on the GPU at hand as that one would launch it."""
+"""Compile the fused matmul for another GPU, and run it on this GPU as that GPU would launch it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = ("m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k")
 
 
 def compile_matmul(cut: small_m.SmallMPlan, capability: Capability) -> Any:
-    """Triton's CompiledKernel of a plan of the fused matmul."""
+    """Return Triton's CompiledKernel of a plan of the fused matmul."""
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
     values = {"PTX": cut.ptx}
     if runtime.TRITON_RELEASE >= (3, 3):
@@ -43,7 +43,7 @@ def code_of(cut: small_m.SmallMPlan, capability: Capability) -> machine_code.Cod
 
 @functools.lru_cache(maxsize=256)
 def load(cut: small_m.SmallMPlan, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
-    """As portable.load, for a plan of the fused matmul."""
+    """Load a plan of the fused matmul, as portable.load does."""
     compiled = compile_matmul(cut, capability)
     return compiled, portable.entry_of(compiled, (cut.ptx,), capability, device)
 
@@ -52,8 +52,9 @@ def multiply(
     x: torch.Tensor, layout: PackedWeight, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
-    multiprocessors would launch it."""
+    """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code for ``capability``, launched as on a GPU with
+    ``processors``.
+    """
     (m, k), n, device, offset = x.shape, layout.shape[0], out.device, layout.offset_dtype()
     portable.check(capability, device)
     half, biased = x.dtype is torch.float16, bias is not None

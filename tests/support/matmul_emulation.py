@@ -1,4 +1,4 @@
-"""The fused matmul in plain torch, its sums in the order of the PTX of matmul/small_m_ptx.py."""
+"""The fused matmul in plain torch, which adds in the order of the PTX of matmul/small_m_ptx.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from nf4_patch.matmul.tuning import SmallMConfig
 
 
 def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
+    """Return ``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T, with the bits of one mma of an H200.
 
-    The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
-    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32.
+    The products are exact. Products and sum are aligned to the largest exponent, where a product's exponent is the sum
+    of its factors' exponents. They are cut toward zero two bits below fp32's last bit and added, and the result is cut
+    to fp32.
     """
     terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
     a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
@@ -27,11 +28,11 @@ def in_order(
     x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int = 1, bias: torch.Tensor | None = None,
     depth: int = 8, step: int = 64,
 ) -> torch.Tensor:  # fmt: skip
-    """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then part of K by part of K.
+    """Return x [m, k] times weight [n, k], [m, n] in x's dtype. The order is: each mma, then each warp, then each part of K.
 
     Args:
-        depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
-        step: the weight's PackedWeight.step(); below 32 a lane loads 64 bits, whatever the config says.
+        depth: how many columns of K one mma takes: 8 on sm_75, and 16 on sm_80 and newer.
+        step: the weight's PackedWeight.step(). Below 32, a lane loads 64 bits, whatever the config says.
     """
     config = config._replace(load_128bit=config.load_128bit and step >= 32)
     total = added(partial_sums(x, weight, config, split_k, depth))
@@ -41,7 +42,7 @@ def in_order(
 def partial_sums(
     x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int, depth: int
 ) -> list[torch.Tensor]:
-    """[m, n] in fp32 of each of the ``split_k`` parts of K."""
+    """Return the sums [m, n] in fp32 of each of the ``split_k`` parts of K."""
     (m, k), n, groups = x.shape, weight.shape[0], 2 if config.load_128bit else 4
     chunks = -(-k // 256)
     padded = (torch.nn.functional.pad(side, (0, 256 * chunks - k)).double() for side in (x, weight))
@@ -67,7 +68,7 @@ def partial_sums(
 
 
 def added(parts) -> torch.Tensor:
-    """fp32, one after the other."""
+    """Add the parts one after another in fp32."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -1,4 +1,4 @@
-"""The fused matmul in plain torch: what tests compare it with."""
+"""The fused matmul in plain torch, as the reference for tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from nf4_patch.nf4.weight import PackedWeight
 
 
 def matmul(x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T (+ bias)``, [..., N]: the weight rounded to x's dtype, products and sums in fp32, one rounding at the end."""
+    """Return ``x @ weight.T (+ bias)``, [..., N].
+
+    The weight is rounded to x's dtype, products and sums are in fp32, and the result is rounded once.
+    """
     weight = reference.dequantize(layout._replace(dtype=x.dtype, packed=layout.bytes()))
     out = x.float() @ weight.float().t()
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The CPU tensor whose memory begins at the address."""
+    """Return the CPU tensor whose memory begins at the address."""
     memory = (ctypes.c_char * (torch.Size(shape).numel() * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

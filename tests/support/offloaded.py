@@ -18,13 +18,13 @@ from nf4_patch.patching.dequantizer import Dequantizer
 
 
 def model_of(folder: Any, where: str | int = "all", nested: bool = True, **options: Any) -> Any:
-    """A checkpoint in 16 bits, packed."""
+    """Load a checkpoint in 16 bits, packed."""
     nf4_patch.enable(experts="4bit", offload=where)
     return read_again(folder, quantization_config=in_4bit(nested=nested), **options)
 
 
 def read_again(folder: Any, **options: Any) -> Any:
-    """A checkpoint as it was saved."""
+    """Load a checkpoint as it was saved."""
     if tiny_experts.DEVICE.type == "cuda":
         options.setdefault("device_map", {"": tiny_experts.DEVICE})
     # eager: the backward of cuDNN's attention may not repeat itself
@@ -32,7 +32,7 @@ def read_again(folder: Any, **options: Any) -> Any:
 
 
 def in_host(model: Any) -> dict[tuple[int, str], Any]:
-    """The block in host memory of each stack, or None, by layer and name."""
+    """Return the block in host memory of each stack, or None, by layer and name."""
     return {
         (layer, name): host_memory.blocks.get(module.parametrizations[name].original.data_ptr(), host_memory.no_block)()
         for layer, module in enumerate(experts_of(model))
@@ -41,7 +41,7 @@ def in_host(model: Any) -> dict[tuple[int, str], Any]:
 
 
 def packed_of(model: Any) -> dict[str, tuple[Any, Any]]:
-    """The packed weights in layers, (bytes, QuantState), by full name."""
+    """Return the packed weights in layers as (bytes, QuantState), by full name."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -52,7 +52,7 @@ def packed_of(model: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def all_in_host(model: Any) -> bool:
-    """Whether every packed weight is, with its absmax."""
+    """Return whether every packed weight and its absmax are in host memory."""
     return all(
         tensor.data_ptr() in host_memory.blocks for each in packed_of(model).values() for tensor in tensors_of(*each)
     )
@@ -65,7 +65,7 @@ def none_in_host(model: Any) -> bool:
 
 
 def sizes_of(model: Any) -> list[int]:
-    """Packed bytes of each layer."""
+    """Return the packed bytes of each layer."""
     sizes: Counter[str] = Counter()
     for name, each in packed_of(model).items():
         sizes[planning.layer_of(name)] += sum(tensor.nbytes for tensor in tensors_of(*each))
@@ -79,7 +79,7 @@ def tensors_of(packed: Any, state: Any) -> tuple[torch.Tensor, ...]:
 def train(
     model: Any, steps: int = 3, checkpointing: Any = None, tokens: int = 24, ids: Any = None, parallel: Any = None
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Losses, and the adapters afterwards. ``parallel``: makes what is called of the model."""
+    """Train, and return the losses and the adapters. ``parallel`` makes the model that is called from ``model``."""
     model.train()
     if checkpointing is not None:
         model.enable_input_require_grads()
@@ -97,7 +97,7 @@ def train(
 
 
 class Training:
-    """Steps of one optimizer, with losses."""
+    """Runs steps of one optimizer, and collects the losses."""
 
     def __init__(self, model: Any):
         self.model = model.train()
@@ -129,13 +129,13 @@ def dense(module: Any, name: str = STACKS[0], only_read: bool = False) -> torch.
 
 
 def counts() -> Any:
-    """Of the only GPU."""
+    """Return the counts of the only GPU."""
     (found,) = nf4_patch.status().offload.values()
     return found
 
 
 def check_merging(resident: Any, model: Any, logits: Any) -> None:
-    """What is merged into stacks in host memory, and taken out again, is seen, whatever has arrived before."""
+    """Check that reads see adapters merged into stacks in host memory, and see them unmerged, even after earlier prefetches."""
     before = logits(resident)
     assert torch.equal(logits(model), before)
     for each in (resident, model):

@@ -1,4 +1,4 @@
-"""bitsandbytes as the oracle, and the states to ask it about."""
+"""bitsandbytes as the oracle, and the states to compare."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def expected(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
-    """The weight as bitsandbytes dequantizes it.
+    """Return the weight as bitsandbytes dequantizes it.
 
-    On the CPU it is asked for a flat shape: bitsandbytes 0.50.2 starts a new block at every row there when a
-    row is even and no multiple of the blocksize. Its CUDA library does not.
+    On the CPU, pass bitsandbytes a flat shape. Otherwise 0.50.2 starts a new block at every row if the row length is
+    even and no multiple of the blocksize. Its CUDA library does not.
     """
     if packed.is_cuda:
         return F.dequantize_4bit(packed, state)
@@ -36,10 +36,10 @@ def layout_of(packed: torch.Tensor, state: F.QuantState) -> PackedWeight:
 
 
 def quantized(shape, dtype, device, blocksize=64, nested=True, quant_type="nf4", storage=torch.uint8, seed=0):
-    """A random weight of a transformer's scale, quantized by bitsandbytes."""
+    """Return a random weight with values as in a transformer, quantized by bitsandbytes."""
     return cases.quantized(Case("", shape, dtype, blocksize, nested, quant_type, storage=storage), seed, device)
 
 
 def every_pair(dtype: torch.dtype, device: torch.device, blocksize: int = 512) -> tuple[torch.Tensor, F.QuantState]:
-    """All 65,536 pairs of an absmax byte and a packed byte."""
+    """Return a weight with all 65,536 pairs of an absmax byte and a packed byte."""
     return cases.quantized(Case(cases.PAIRS, (256, 512), dtype, blocksize), 0, device)

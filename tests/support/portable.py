@@ -1,8 +1,8 @@
-"""The kernel as another, older GPU would get it, run on the GPU at hand: PTX for sm_75 on an H200.
+"""The kernel for another, older GPU, run on this GPU: PTX for sm_75 on an H200.
 
-Triton compiles for the older capability with the configuration of the launch table for it. Its PTX, not its
-cubin, is loaded, and the driver translates it for this GPU: the same instructions as far as PTX fixes them
-(loads, shuffles, roundings, the integer bf16 rounding), another register allocation.
+Triton compiles for the older capability, with the launch table's configuration for it. The driver then translates the
+PTX, not the cubin, for this GPU. The instructions are the same as far as PTX fixes them (loads, shuffles, roundings,
+the integer bf16 rounding), but the register allocation differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nf4_patch.tools.report import Progress, silent
 
 
 def check(capability: Capability, device: torch.device) -> None:
-    """Raises Unsupported unless PTX for ``capability`` runs on ``device``."""
+    """Raise Unsupported unless PTX for ``capability`` runs on ``device``."""
     if capability < compilation.MINIMUM_CAPABILITY:
         raise Unsupported(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def check(capability: Capability, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=256)
 def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
-    """The compiled kernel with its PTX in the place of its cubin, and a function that launches it on ``device``."""
+    """Return the compiled kernel with its PTX in place of its cubin, and a function that launches it on ``device``."""
     compiled = machine_code.compile_variant(variant, capability)
     values = tuple(compilation.constants(variant, capability).values())
     return compiled, entry_of(compiled, values, capability, device)
@@ -46,7 +46,7 @@ def load(variant: Variant, capability: Capability, device: torch.device) -> tupl
 def entry_of(
     compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device
 ) -> runtime.KernelEntry:
-    """What launches the PTX of a compiled kernel on ``device``."""
+    """Return a function that launches the PTX of a compiled kernel on ``device``."""
     target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     assert target and target[1].startswith(arch_of(capability)), target
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
@@ -55,7 +55,7 @@ def entry_of(
 
 
 def dequantize(layout: PackedWeight, capability: Capability, out: torch.Tensor) -> torch.Tensor:
-    """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code built for ``capability``."""
+    """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code for ``capability``."""
     device = out.device
     check(capability, device)
     variant = Variant.of(layout, compilation.warps_for(capability, layout.numel()))
@@ -69,10 +69,10 @@ def dequantize(layout: PackedWeight, capability: Capability, out: torch.Tensor) 
 
 
 def verified(capability: Capability, tell: Progress = silent) -> verify.VerifyReport:
-    """``nf4-patch verify`` of the code that a GPU of this older capability would run, with its launch configuration.
+    """Run ``nf4-patch verify`` on the code for this older capability, with its launch configuration.
 
     Raises:
-        Unsupported: that code does not run on this machine.
+        Unsupported: this code does not run on this machine.
     """
     check(capability, cases.device_here())
 

@@ -1,7 +1,8 @@
-"""Runs the PTX of matmul in numpy, and stops at what a GPU would do silently.
+"""Runs the PTX of matmul in numpy, and reports errors that a GPU would not report.
 
-A register read before it is written, an address outside its tensor or misaligned, a divergent branch, shared memory that
-two warps touch with no barrier between them (a vector clock a warp, which barriers hand on), a wait that never ends.
+Such errors are: a register that is read before it is written, an address that is misaligned or outside its tensor, a
+divergent branch, and a wait that never ends. Another is shared memory that two warps touch without a barrier in
+between. Each warp has a vector clock for this, which barriers hand on.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ SHIFTS = u64([[0], [8], [16], [24]])
 
 
 def bytes_of(value: np.ndarray) -> np.ndarray:
-    """[4, 32], the lowest first."""
+    """Return the bytes of each register, [4, 32], the lowest byte first."""
     return value >> SHIFTS & u64(255)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """fp32 to the nearest 16-bit floats, as bits."""
+    """Round fp32 to the nearest 16-bit floats. Return the bits."""
     return u64(torch.from_numpy(values.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16))
 
 
 def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """The two 16-bit floats of each lane's registers, low first, [registers, 32, 2]."""
+    """Return the two 16-bit floats in each lane's registers, the low one first, [registers, 32, 2]."""
     return torch.from_numpy(bits.astype(np.uint32).view(np.int32)).view(dtype).double().numpy().reshape(-1, 32, 2)
 
 
@@ -58,7 +59,7 @@ INNER = 9  # place of an adapter's inner product among the tensors of a launch
 
 
 class Source:
-    """Parsed PTX: (predicate, operation, operands, source) of each instruction, labels, registers and shared arrays."""
+    """Parsed PTX: (predicate, operation, operands, source) of each instruction, and labels, registers and shared arrays."""
 
     def __init__(self, ptx: str):
         self.code: list[tuple[str | None, list[str], list[str], str]] = []
@@ -89,7 +90,7 @@ class Source:
 
 
 class Barrier:
-    """An mbarrier: a phase is complete when ``count`` lanes have arrived, those of a warp together."""
+    """An mbarrier. A phase is complete when ``count`` lanes have arrived. The lanes of a warp arrive together."""
 
     def __init__(self, count: int, warps: int):
         self.count = self.pending = count
@@ -104,7 +105,7 @@ class Barrier:
 
 
 class Cta:
-    """One CTA. ``memory[i]`` is a tensor's bytes, at the address (i + 1) << 32."""
+    """One CTA. ``memory[i]`` holds a tensor's bytes, at the address (i + 1) << 32."""
 
     def __init__(
         self, source: Source, operands: dict[int, int], index: int, ctas: int, warps: int, memory: list[np.ndarray]
@@ -148,7 +149,7 @@ class Cta:
         self.shared[at] = value
 
     def barrier(self, warp: int, operation: list[str], operands: list[int], mask: np.ndarray) -> bool:
-        """mbarrier.init, .arrive, or whether the phase that is waited for is complete."""
+        """Run mbarrier.init or .arrive, or return whether the awaited phase is complete."""
         at = operands[0]
         match operation[1]:
             case "init":
@@ -168,7 +169,7 @@ class Cta:
 
 
 class Warp:
-    """32 lanes and their registers, each a number of as many bits a lane."""
+    """32 lanes and their registers. A register holds one number per lane."""
 
     def __init__(self, cta: Cta, index: int):
         self.cta, self.index, self.types = cta, index, cta.source.types
@@ -180,7 +181,7 @@ class Warp:
         }
 
     def run(self) -> Iterator[str]:
-        """Stops at a barrier ("bar.sync"), and while a phase is not complete ("wait")."""
+        """Run until a barrier ("bar.sync"), or until a phase that is not complete ("wait")."""
         code, labels, at = self.cta.source.code, self.cta.source.labels, 0
         while at < len(code):
             predicate, operation, operands, source = code[at]
@@ -205,7 +206,7 @@ class Warp:
                 raise AssertionError(f"{source} (warp {self.index}): {error}") from error
 
     def mbarrier(self, operation: list[str], operands: list[str], mask: np.ndarray) -> bool:
-        """Whether there is nothing to wait for."""
+        """Run an mbarrier instruction. Return whether the warp need not wait."""
         operands, result = (operands[1:], operands[0]) if operation[1] != "init" else (operands, "_")
         numbers = [int(self.get(operand.strip("[]"))[0]) for operand in operands]
         complete = self.cta.barrier(self.index, operation, numbers, mask) if mask.any() else True
@@ -346,7 +347,7 @@ class Warp:
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of a tensor's bytes."""
+    """Return a copy of a tensor's bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
@@ -354,7 +355,7 @@ def launch(
     cut: SmallMPlan, x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None,
     adapter: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:  # fmt: skip
-    """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1.
+    """Run a plan as a GPU would, in memory that held NaN. Return [split_k, M, N], in fp32 if split_k > 1.
 
     Args:
         adapter: the parts of the inner product and B, if the plan adds a LoRA adapter.

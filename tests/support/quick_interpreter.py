@@ -1,8 +1,8 @@
-"""The CPU as the device that the kernels run on, in Triton's interpreter, less what that does again and again.
+"""The CPU as the device of the kernels, in Triton's interpreter, without the work that the interpreter repeats.
 
-Everything before the kernel is what runs on a GPU: guards, remembered launches, addresses as integers, the check of the bits.
-That check, the first use of a kernel, is interpreted. Afterwards the dequantization is its formula, a tenth of the time, but in
-tests of the kernel itself, which set ``Interpreted.always``.
+All code before the kernel is the code that runs on a GPU: guards, remembered launches, addresses as integers, and the
+check of the bits. This check, which is a kernel's first use, is interpreted. Later, the dequantization uses its
+formula, which takes a tenth of the time. Tests of the kernel itself set ``Interpreted.always``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ CHECKS = 2  # launches of a kernel before a weight reaches it: one with each cod
 
 
 def install() -> None:
-    """Only our kernels: TRITON_INTERPRET is again what it was before Unsloth or Inductor define theirs."""
+    """Interpret only nf4_patch's kernels.
+
+    TRITON_INTERPRET has its earlier value again before Unsloth or Inductor define kernels.
+    """
     import triton  # before the variable is set: Triton's own functions stay compiled
 
     with contextlib.suppress(ImportError):  # a launch imports it, and it asks for Triton's functions as they are now
@@ -76,7 +79,7 @@ def exchange_device(package: str = "nf4_patch.nf4") -> Any:
 
 
 class Interpreted:
-    """In place of Triton's CompiledKernel: what KernelEntry.of reads of it, and a launch by plain integers."""
+    """Replaces Triton's CompiledKernel. It has the attributes that KernelEntry.of reads, and launches with plain integers."""
 
     function = packed_metadata = None
     global_scratch_size = 1  # in Triton 3.6: no entry in C
@@ -92,7 +95,7 @@ class Interpreted:
         self.pointers = [dtype and language.pointer_type(getattr(language, dtype)) for dtype in dtypes]
 
     def _init_handles(self) -> None:
-        """Nothing to load."""
+        """Do nothing, because there is nothing to load."""
 
     def __call__(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
         import numpy as np
@@ -115,7 +118,7 @@ def dequantize(
     grid: int, values: dict[str, Any], dtypes: list[str], packed: int, absmax: int, code: int, absmax2: int, code2: int,
     offset: int, out: int, n: int,
 ) -> None:  # fmt: skip
-    """The formula of the kernel, from what lies at the addresses."""
+    """Compute the kernel's formula from the memory at the addresses."""
     elements = 2 * values["THREADS"] * values["ELEMS_PER_THREAD"]  # of a program
     assert grid == -(-n // elements) and (values["EVEN"], values["TAIL"]) == (n % elements == 0, n % 8 != 0)
     import torch
@@ -137,7 +140,7 @@ def dequantize(
 
 
 def multiply_bf16() -> None:
-    """The interpreter's tl.dot takes bf16's bits for integers; here they are the numbers that they stand for."""
+    """Let the interpreter's tl.dot multiply the numbers that bf16's bits stand for. It takes these bits for integers otherwise."""
     import numpy as np
     from triton import language
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -1,7 +1,8 @@
-"""Recorders for a machine without CUDA. All else that runs is what runs on a GPU.
+"""Recorders for a machine without CUDA. All other code is the code that runs on a GPU.
 
-``Rerun`` runs the recorded function again, and copies its results into the memory of the first results. ``Operations`` repeats the
-operations that the function ran, in the memory that they had: as in a CUDA graph, no change of Python's state reaches them.
+``Rerun`` runs the recorded function again, and copies its results into the memory of the first results. ``Operations``
+repeats the operations that the function ran, in the same memory. As in a CUDA graph, no change of Python's state
+reaches these operations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def copy_into(held: Any, results: Any) -> None:
 
 @contextlib.contextmanager
 def nothing_ran(work: Any) -> Iterator[None]:
-    """Give a static cache its old contents back, because a capture runs nothing."""
+    """Give a static cache its old contents back, because a real capture does not run the work."""
     owner = getattr(work, "__self__", None)
     static_cache = getattr(getattr(owner, "task", None), "static_cache", None)
     tensors = [t for layer in static_cache.layers for t in tensors_of(layer)] if static_cache is not None else []
@@ -45,7 +46,7 @@ def nothing_ran(work: Any) -> Iterator[None]:
 
 
 class Repetition:
-    """A recording: the work, and the result that its first run had."""
+    """A recording, which holds the work and the result of its first run."""
 
     def __init__(
         self, work: Callable[..., Any], generator: Any, before: Repetition | None, given: tuple[Any, ...], keeps: bool
@@ -85,7 +86,7 @@ class Rerun(Recorder):
         self.generator = torch.default_generator
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no memory is held."""
 
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         with nothing_ran(work):
@@ -109,7 +110,7 @@ class Rerun(Recorder):
 
     @staticmethod
     def require(device: int, taken: int = 0, rest: int | None = None) -> None:
-        """Nothing is lacking."""
+        """Do nothing, because memory never runs short."""
 
     def synchronizations(self) -> Any:
         return contextlib.nullcontext([])
@@ -121,12 +122,12 @@ class Rerun(Recorder):
         return 0
 
     def kept(self, before: int, *results: Tensor) -> int:
-        """As if nothing but the results stayed allocated."""
+        """Return the bytes as if only the results stayed allocated."""
         return 0
 
 
 class Allocations(TorchDispatchMode):
-    """The storages that operations made. ``nbytes`` counts those that are still alive."""
+    """The storages that operations allocated. ``nbytes`` counts those that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Counting(Rerun):
-    """Counts the memory that stays allocated after what it records."""
+    """A recorder that counts the memory that stays allocated after the recorded work."""
 
     allocations: Allocations | None = None
 
@@ -162,7 +163,7 @@ class Counting(Rerun):
 
 
 class Log(TorchDispatchMode):
-    """Every operation, with its arguments and results. All of them keep their memory."""
+    """Records every operation, with its arguments and results, whose memory stays allocated."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results of PyTorch's ops, and which of them are written into afterwards."""
+"""Results of PyTorch's ops, and writes into these results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a script of examples/ in a process of its own, with the patch on or off, and read what it recorded."""
+"""Run a script of examples/ in a separate process, with the patch on or off, and read its recorded results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GLOO = (*TORCHRUN, Path(__file__).parents[1] / "programs" / "exit_without_finali
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's, without NF4_* variables. No GPU: every Triton kernel runs under the interpreter."""
+    """Return this process's environment without NF4_* variables. Without a GPU, every Triton kernel is interpreted."""
     values = {k: v for k, v in os.environ.items() if not k.startswith("NF4_")}
     values |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     values["PATH"] = f"{Path(sys.executable).parent}:{values['PATH']}"
@@ -37,7 +37,7 @@ def completed(
 
 
 def run(command: Iterable[Any], cwd: Path, **changes: str) -> str:
-    """stdout and stderr of a command that must succeed."""
+    """Run a command that must succeed. Return its stdout and stderr."""
     done = completed(command, cwd, subprocess.STDOUT, **changes)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
@@ -51,7 +51,7 @@ def run_example(
     launcher: tuple[Any, ...] = (),
     **changes: str,
 ) -> dict[str, Any]:
-    """What ``script`` wrote to --json; patch=False is NF4_PATCH=0, the same script with the originals."""
+    """Return the JSON that ``script`` wrote. patch=False sets NF4_PATCH=0, so that the script runs the originals."""
     record = folder / f"{Path(script).stem}-{'on' if patch else 'off'}.json"
     record.unlink(missing_ok=True)
     command = [sys.executable, *launcher, EXAMPLES / script, *arguments, "--json", record]
@@ -69,13 +69,13 @@ def fallbacks(record: dict[str, Any]) -> dict[str, int]:
 
 
 def same_training(on: dict[str, Any], off: dict[str, Any]) -> bool:
-    """Every loss and every trained parameter, to the bit."""
+    """Check that every loss and every trained parameter are bit-identical."""
     assert len(on["losses"]) == len(off["losses"]) > 0
     return on["losses"] == off["losses"] and on["adapter"] == off["adapter"]
 
 
 def on_and_off(script: str, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run with the patch wrote, and one without it that learned the same."""
+    """Run the script with the patch and without it. Check that both learned the same, and return what both wrote."""
     on = run_example(script, *arguments, **options)
     off = run_example(script, *arguments, patch=False, **options)
     assert same_training(on, off)

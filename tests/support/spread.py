@@ -1,4 +1,4 @@
-"""Two processes over gloo on the CPU, and a model that is spread over them."""
+"""Two processes over gloo on the CPU, and a model that is distributed over them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(zero3: bool, backend: str = "gloo") -> None:
 
 
 def spread(model: Any, way: str, layers: Iterable[Any], optimizer: Any, **options: Any) -> Any:
-    """By ``way``: ddp, fsdp2, or zero3 with these options of DeepSpeed's."""
+    """Distribute the model by ``way``: ddp, fsdp2, or zero3 with these options of DeepSpeed's."""
     if way == "ddp":
         return DistributedDataParallel(model)
     if way == "zero3":
@@ -40,7 +40,7 @@ def spread(model: Any, way: str, layers: Iterable[Any], optimizer: Any, **option
 
 
 def sharded(model: Any, layers: Iterable[Any], device: str) -> Any:
-    """By FSDP2, each of the layers by itself."""
+    """Shard the model with FSDP2, each of the layers separately."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))

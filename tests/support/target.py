@@ -1,4 +1,4 @@
-"""bitsandbytes' dequantize_4bit, the target of most tests: layers that call it, what stands there, what was counted."""
+"""bitsandbytes' dequantize_4bit, the target of most tests: layers that call it, the current function, and its counts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PACKAGE = os.path.join(os.path.dirname(nf4_patch.__file__), "")
 
 
 def in_package(code):
-    """Whether a code object is of this package. A clone may have any name, and its environment may lie inside it."""
+    """Return whether a code object belongs to this package. A clone may have any name, and its environment may lie inside it."""
     return code.co_filename.startswith(PACKAGE)
 
 
 def target_like(library: str, name: str = "test", option: str = ""):
-    """A row of this name and option, for an adapter of the library that is called with an original of the test's own."""
+    """Return a row with this name and option, for an adapter of the library that a test calls with its own original."""
     like = next(target for target in TARGETS if target.library == library)
     return dataclasses.replace(like, function=f"{library}.test:{name}", option=option)
 
 
 def row(target=TARGET):
-    """Its row of status()."""
+    """Return the target's row of status()."""
     return {t.name: t for t in nf4_patch.status().targets}[target]
 
 
@@ -43,7 +43,7 @@ def fallbacks(target=TARGET):
 
 @contextlib.contextmanager
 def replaced_by(function, on=False):
-    """Somebody puts ``function`` at the name: while the patch is ``on``, or before it is enabled."""
+    """Put ``function`` at the target's name, as another library would: while the patch is ``on``, or before it is enabled."""
     (nf4_patch.enable if on else nf4_patch.disable)()
     original = getattr(F.dequantize_4bit, "__wrapped__", F.dequantize_4bit)
     F.dequantize_4bit = function
@@ -71,11 +71,11 @@ class Object:
 
 
 class Plain(torch.Tensor):
-    """A subclass that defines nothing. Results of PyTorch's functions are of this class too."""
+    """A subclass that defines nothing. PyTorch's functions return results of this class too."""
 
 
 class Seen(TorchFunctionMode):
-    """The names of the functions of PyTorch that are called, and what ``Params4bit`` looks up."""
+    """A mode that records the names of PyTorch's functions that are called, and lookups of ``Params4bit``."""
 
     def __init__(self):
         self.functions = []
@@ -86,7 +86,7 @@ class Seen(TorchFunctionMode):
 
 
 def read_by_bitsandbytes(packed, state):
-    """``F.dequantize_4bit`` called as ``MatMul4Bit.backward`` calls it, which only reads the result."""
+    """Call ``F.dequantize_4bit`` as ``MatMul4Bit.backward`` does, which only reads the result."""
     return _read(packed, state)
 
 
@@ -96,14 +96,14 @@ _read = types.FunctionType(
 
 
 def linear(device, inputs=256, outputs=128, dtype=torch.bfloat16, seed=0, weights=torch.float32, **options):
-    """A layer in training with random weights, quantized from the dtype ``weights``."""
+    """Return a layer in training mode with random weights, quantized from the dtype ``weights``."""
     torch.manual_seed(seed)
     layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compute_dtype=dtype, **options)
     return layer.to(weights).to(device).train()
 
 
 def step(layer, device, inputs=256, dtype=torch.bfloat16, rows=600):
-    """The output and the input's gradient; on the CPU 600 rows are so many that no release multiplies in 4 bits."""
+    """Return the output and the input's gradient. 600 rows are so many that no release multiplies in 4 bits on the CPU."""
     torch.manual_seed(1)
     x = torch.randn(rows, inputs, dtype=dtype).to(device).requires_grad_()
     y = layer(x)
@@ -112,7 +112,7 @@ def step(layer, device, inputs=256, dtype=torch.bfloat16, rows=600):
 
 
 def raising(error):
-    """A function that raises it."""
+    """Return a function that raises the error."""
 
     def raises(*args, **kwargs):
         raise error
@@ -121,5 +121,5 @@ def raising(error):
 
 
 def same(got, want):
-    """Whether two lists of tensors are equal to the bit."""
+    """Return whether two lists of tensors are bit-identical."""
     return len(got) == len(want) and all(map(torch.equal, got, want))

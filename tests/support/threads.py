@@ -1,4 +1,4 @@
-"""Threads that start at once."""
+"""Threads that start at the same time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def together(*functions: Callable[[], object]) -> None:
-    """Run all at once; the first exception of any is raised."""
+    """Run all functions at the same time. Raise the first exception of any of them."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(functions))
 

@@ -1,4 +1,6 @@
-"""Tiny mixtures of transformers', their checkpoints, a step, what it decodes, and what the replacements counted."""
+"""Tiny mixtures of transformers and their checkpoints, a training step, the stacks that it decodes, and counts of the
+replacements.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed
 
 
 def architectures(*quick):
-    """Those and CONFIGS in each run, the others in the full one, as every mixture of test_every_mixture."""
+    """Return these names and those of CONFIGS.
+
+    The full run also has all other names, and test_every_mixture.py has every mixture.
+    """
     return [
         name if name in (*CONFIGS, *quick) else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES
     ]
@@ -113,7 +118,7 @@ def is_stack(name: str, parameter: torch.Tensor) -> bool:
 
 
 def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """The stacks of experts, by name, of a model that is saved as transformers saves it."""
+    """Save a model as transformers does, and return its stacks of experts by name."""
     model.save_pretrained(folder, **options)
     return {name: parameter.detach() for name, parameter in model.named_parameters() if is_stack(name, parameter)}
 
@@ -143,7 +148,7 @@ def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = 
 
 
 def dense_of(model, dtype=None):
-    """The same model with dense experts: with the values that the packed ones decode to, in the same dtype or another."""
+    """Return the same model with dense experts, which have the decoded values of the packed ones, in this dtype."""
     config, own = copy.deepcopy(model.config), model.lm_head.weight.dtype
     dense = AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation="eager")
     dense.load_state_dict(
@@ -156,7 +161,7 @@ def dense_of(model, dtype=None):
 
 
 def with_lora(model, name="default", seed=1, std=0.05, **changes):
-    """LoRA on the attention and, by the names that users write, on the experts; the same numbers for every model."""
+    """Add LoRA to the attention and, by the names that users write, to the experts. The numbers are the same for every model."""
     parameters = [f"experts.{stack}" for stack in STACKS]
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": parameters} | changes
     model = get_peft_model(model, LoraConfig(**options), adapter_name=name)
@@ -175,7 +180,7 @@ def ids_of(tokens: int = 24) -> torch.Tensor:
 
 
 def step(model, tokens: int = 24) -> dict[str, torch.Tensor]:
-    """The loss and every gradient of a training step."""
+    """Return the loss and every gradient of a training step."""
     model.zero_grad()
     loss = model(input_ids=ids_of(tokens), labels=ids_of(tokens)).loss
     loss.backward()
@@ -188,7 +193,7 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def decoded(monkeypatch):
-    """The storage of every stack that bitsandbytes' parametrization or a PackedExperts decodes."""
+    """Return a list that gets the storage of every stack that bitsandbytes' parametrization or a PackedExperts decodes."""
     storages: list[StorageWeakRef] = []
 
     def recorded(decode):
@@ -217,7 +222,7 @@ def hits(implementation: str = "grouped_mm") -> int:
 
 
 class Layer:
-    """The experts of one layer of Qwen3 MoE, and their output and input gradient of eight tokens."""
+    """The experts of one layer of Qwen3 MoE. Its methods return output and input gradient for eight tokens."""
 
     def __init__(self) -> None:
         self.experts = experts_of(model_of("qwen3", lora=False))[0]
@@ -239,7 +244,7 @@ class Layer:
         return output.detach(), self.gradient(output)
 
     def stock(self, function=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step, or another method's result, without the patch."""
+        """Run a step, or another method, without the patch, and return its result."""
         nf4_patch.disable()
         result = (function or self.step)()
         nf4_patch.enable(experts="4bit")

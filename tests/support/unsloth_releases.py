@@ -1,4 +1,4 @@
-"""The releases of Unsloth, from both sides of 2026.9.13, each imported in a process of its own."""
+"""Releases of Unsloth before and after 2026.9.13, each imported in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RELEASES = pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9
 
 
 def with_unsloth(release: str, cwd: Path, name: str, *words: object, **options: Any) -> str:
-    """Return what tests/programs/NAME.py prints. Without a GPU the kernels are under the interpreter, unless ``options`` say no."""
+    """Return the output of tests/programs/NAME.py. Without a GPU, the kernels are interpreted, unless ``options`` forbid this."""
     folder = FOLDERS[release]
     if (folder is not None and not folder.is_dir()) or importlib.util.find_spec("unsloth") is None:
         assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"

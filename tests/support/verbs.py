@@ -1,4 +1,4 @@
-"""``nf4-patch`` and the commands of benchmarks, in this process."""
+"""Run ``nf4-patch`` and the commands of benchmarks in this process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nf4_patch.tools.report import NotAvailable, silent
 
 
 def output_of(*words: object, exit_code: int = 0, **variables: str) -> str:
-    """What the command prints, with these variables in its environment."""
+    """Return the command's output, with these variables in its environment."""
     result = CliRunner().invoke(main, [str(word) for word in words], env=variables, catch_exceptions=False)
     assert result.exit_code == exit_code, result.output
     return result.output
 
 
 def report_of(folder: Path, *words: object, exit_code: int = 0) -> dict[str, Any]:
-    """What it writes to --json, and its output."""
+    """Return the data that the command writes to --json, together with its output."""
     output = output_of(*words, "--json", folder / "report.json", exit_code=exit_code)
     return json.loads((folder / "report.json").read_text()) | {"output": output}
 
 
 def run_with_gpu(benchmark: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a benchmark's command. Without a GPU the command has to refuse, and then runs as if there was one."""
+    """Run a benchmark's command. Without a GPU, the command must refuse. It then runs as if there were a GPU."""
     if not torch.cuda.is_available():
         with pytest.raises(NotAvailable):
             benchmark.command(words, obj=silent, standalone_mode=False)

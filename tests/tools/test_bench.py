@@ -1,4 +1,4 @@
-"""The benchmarks' honesty: no ratio without equal bits, a harness that catches wrong results, no numbers without a GPU."""
+"""Benchmarks are honest: no ratio without equal bits, a harness that finds wrong results, and no numbers without a GPU."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fr
 
 @pytest.mark.parametrize("merge", ["works", "fails"])
 def test_sides_of_a_decode_step_with_an_adapter_are_compared_with_fp32(merge, tmp_path, monkeypatch):
-    """A side that fails is named, and the others are measured."""
+    """A side that fails is named, and the other sides are measured."""
     pytest.importorskip("peft")
     file = tmp_path / "rows.json"
     words = ["--tiny", "--layers", "1", "--batches", "1", "--what", "steps", "--json"]

@@ -1,4 +1,4 @@
-"""Epochs of batches of varying lengths: which lengths, and what the report says."""
+"""Epochs of batches with varying lengths: the lengths, and the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_paddings_round_the_same_lengths_up():
 
 
 class InThisProcess:
-    """A side in this process. One process can have the options of one side only, so both sides have those of the second."""
+    """A side in this process. One process can have only one side's options, so both sides have those of the second side."""
 
     def __init__(self, make):
         self.running, self.process = make(), self
@@ -46,7 +46,7 @@ class InThisProcess:
 
 @pytest.fixture
 def few(monkeypatch):
-    """Few batches of few tokens, of a tiny model on the CPU, also on a machine with a GPU."""
+    """Use few batches of few tokens and a tiny model on the CPU, even on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(lengths, "SIDES", {"fused": sides.Side(STOCK, {}), "graphs": sides.Side(STOCK, sides.GRAPHS)})
     monkeypatch.setattr(lengths, "Process", InThisProcess)
@@ -88,7 +88,7 @@ def test_different_losses_are_a_failure(few, monkeypatch):
 
 
 def test_the_command_measures(monkeypatch):
-    """And nothing without a GPU."""
+    """Without a GPU, the command measures nothing."""
     asked = []
     monkeypatch.setattr(lengths, "measure", lambda seconds, tell: asked.append(seconds))
     run_with_gpu(lengths, ("--seconds", "30"), monkeypatch)

@@ -1,4 +1,4 @@
-"""benchmarks/offload.py on a CPU: a tiny mixture, CUDA played by CPU tensors."""
+"""benchmarks/offload.py on a CPU, with a tiny mixture and CPU tensors that stand in for CUDA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def four_layers(monkeypatch):
-    """With two, none waits for another: both are in the buffers."""
+    """With two layers, no layer would wait for another, because both fit into the buffers."""
     tiny = benchmark.MODELS["tiny"]
 
     def longer():

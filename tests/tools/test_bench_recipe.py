@@ -1,4 +1,4 @@
-"""The recipe: its sides, and its command."""
+"""The recipe benchmark: its sides, and its command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 
 def test_each_side_adds_one_switch():
-    """Each side has all switches before it; the optimizer is the last."""
+    """Each side has all switches of the sides before it. The optimizer is the last switch."""
     sides, names = recipe.dense(4).sides, ["patch", "liger", "fused", "graphs", "activations", "cache"]
     options = [sides[name].options for name in names]
     assert all(before.items() <= after.items() for before, after in itertools.pairwise(options))
@@ -40,7 +40,7 @@ def test_each_side_adds_one_switch():
     ids=str,
 )  # fmt: skip
 def test_the_command_measures_what_is_named(words, what, monkeypatch):
-    """And nothing without a GPU."""
+    """Without a GPU, the command measures nothing."""
     asked = []
     monkeypatch.setattr(recipe, "measure", lambda found, tell, seconds: asked.append((found.model, found.layers)))
     run_with_gpu(recipe, words, monkeypatch)

@@ -1,4 +1,4 @@
-"""The rollouts: sides, rows, a token that is not the likeliest, and the command of GRPO's steps."""
+"""The benchmark of rollouts: sides, rows, a token that is not the most likely one, and the command for GRPO's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of several sides: what a row has, what the losses must agree in, optimizers, and sides that fail."""
+"""Steps of several sides: the contents of a row, the comparison of losses, optimizers, and sides that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
 
 
 def test_sides_in_turns_across_processes():
-    """The processes are real. A side that cannot be switched on is named."""
+    """The processes are real. A side that cannot be turned on is named."""
     given = step.sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | step.sides_of(FP32, {"": None})
     given["broken"] = Side(STOCK, {"cache": "much"})
     report = sides.measure(Comparison("tiny", 2, given, [(1, 16), (1, 24)], TINY), rounds=2)
@@ -44,7 +44,7 @@ def test_sides_in_turns_across_processes():
 
 
 def test_sides_without_graphs_and_sides_whose_process_ends():
-    """A side with graphs whose layers run no graph is named, and so is one whose process ends."""
+    """A side with graphs whose layers run no graph is named, and so is a side whose process ends."""
     graphed = Comparison("tiny", 2, {"graphs": Side(STOCK, {"graphs": "auto"})}, [(1, 16)], TINY)
     assert sides.measure(graphed, rounds=1).failures == ["graphs, 1x16: no layer ran as a CUDA graph: NOT_CUDA"]
     ended = sides.measure(Comparison("tiny", 2, {"patch": Side(STOCK, {})}, [(1, 16)], partial(os._exit, 1)), rounds=1)
@@ -58,7 +58,10 @@ def test_the_optimizer_is_the_one_of_the_side():
 
 
 def test_how_many_times_as_fast_a_side_is_needs_equal_losses():
-    """As the first side of the same size; nothing where the profiler saw no kernel."""
+    """The speed-up is relative to the first side of the same size.
+
+    Without equal losses or without kernels in the profile, there is none.
+    """
     found = ("peft", 512, 8.0), ("patch", 512, 4.0), ("peft", 1024, 8.0), ("patch", 1024, 16.0), ("fp32", 1024, 0.0)
     rows = [{"side": side, "tokens": tokens, "gpu_ms": ms, "wall_ms": 0.0} for side, tokens, ms in found]
     heading, *lines = [*sides.Steps(None, rows, {}).render()][2].splitlines()
@@ -70,7 +73,7 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses():
     ("words", "what"), [((), "peft"), *(((f"--{name}",), name) for name in step.COMPARISONS)], ids=str
 )
 def test_the_command_measures_what_is_named(words, what, monkeypatch):
-    """And nothing without a GPU."""
+    """Without a GPU, the command measures nothing."""
     asked = []
     monkeypatch.setattr(step, "measure", lambda comparison, tell, seconds: asked.append(comparison))
     run_with_gpu(step, words, monkeypatch)
@@ -78,7 +81,7 @@ def test_the_command_measures_what_is_named(words, what, monkeypatch):
 
 
 def test_compiled_layers_learn_the_same():
-    """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
+    """Each layer is compiled to a graph that all layers share. Its loss equals peft's within the precision of bf16."""
     losses = {}
     torch._dynamo.utils.counters.clear()
     for kind in (STOCK, kinds.COMPILED):

@@ -1,4 +1,4 @@
-"""The command line on the real libraries: doctor, verify, and the files that it writes."""
+"""The command line with the real libraries: doctor, verify, and the files that they write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WITHOUT_GPU = pytest.mark.skipif(GPU, reason="for a machine with no GPU")
 
 
 def test_help_is_cheap():
-    """No torch, which takes seconds."""
+    """The help does not import torch, which takes seconds."""
     done = python("""
         import contextlib, sys
         import nf4_patch
@@ -148,7 +148,7 @@ CONCLUSIONS = [
 
 
 def test_doctor_without_a_library():
-    """Each function of a library that is not installed is absent, whatever else is known about it."""
+    """Each function of a library that is not installed is absent, whatever else is known about the function."""
     for target in TARGETS:
         status = TargetStatus(target.name, State.WAITING)
         found = doctor.judge(target, "", status, "", Config.read())
@@ -240,7 +240,10 @@ def test_measured_gpus_are_those_of_the_data():
     ],
 )
 def test_what_unsloth_keeps_for_its_own_kernel(release, variables, measured, limits, monkeypatch):
-    """By its release; it is not imported. Compiled layers keep it everywhere, eager calls where ours is not measured."""
+    """Unsloth's release decides, and Unsloth is not imported.
+
+    Compiled layers run its kernel on every GPU, and eager calls on GPUs that were not measured.
+    """
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(unsloth, "keeps_eager_calls", lambda: not measured)
@@ -279,7 +282,7 @@ def test_releases():
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """One case of each family and dtype."""
+    """Use one case of each family and dtype."""
     chosen = {}
     for case in cases.every_case():
         chosen.setdefault((case.family, case.dtype), case)
@@ -308,7 +311,7 @@ def test_the_pairs_are_all_there(device):
 
 
 def test_every_fp4_case_has_both_zeros(device):
-    """At its beginning and, where a last word is decoded byte by byte, at its end."""
+    """The zeros are at the beginning and, if a last word is decoded byte by byte, at the end."""
     for case in cases.every_case():
         if case.quant_type == "fp4" and case.family == cases.LAYOUTS and case.dtype is torch.bfloat16:
             packed, state = cases.quantized(case, 0, device)
@@ -325,7 +328,7 @@ def test_verify_finds_a_lost_minus_zero(monkeypatch, tmp_path):
 
 
 def plant(monkeypatch, change):
-    """Change what the kernel has written."""
+    """Change the bytes that the kernel wrote."""
     into = launch.Launch.into
 
     def changed(self, out):
@@ -348,7 +351,7 @@ def write_not(weight):
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("mistake", "on"), [(flip_one_bit, False), (flip_one_bit, True), (write_not, False)])
 def test_verify_finds_one_element(mistake, on, few_cases, monkeypatch, tmp_path):
-    """Also where the patch is on: bitsandbytes is the oracle, never our replacement of it."""
+    """This also works while the patch is on, because the oracle is bitsandbytes, not nf4_patch's replacement."""
     plant(monkeypatch, mistake)
     with nf4_patch.enabled() if on else contextlib.nullcontext():
         report = report_of(tmp_path, "verify", exit_code=1)

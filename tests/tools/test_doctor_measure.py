@@ -1,4 +1,4 @@
-"""nf4-patch doctor --measure: the model that it builds, its turns with and without the patch, and what it prints."""
+"""nf4-patch doctor --measure: the model that it builds, its turns with the patch and without, and its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """The folder of a tiny model, and a command that measures it quickly, on a CPU too, with stand-ins for CUDA graphs."""
+    """Return the folder of a tiny model, and a command that measures it quickly, also on a CPU, with stand-ins for CUDA graphs."""
     if not GPU:
         recorders.install(monkeypatch)
     WHOLE.save_pretrained(tmp_path / "tiny")
@@ -54,7 +54,7 @@ def test_the_command_measures_every_side(tiny, tmp_path):
 
 
 def test_a_turn_has_the_options_of_its_side_and_leaves_none(tiny, monkeypatch):
-    """Even if the patch was on before. The adapters are reset, so the last loss is the first."""
+    """This holds even if the patch was on before. The adapters are reset, so the last loss equals the first."""
     seen = []
 
     class Recorded(step.Step):
@@ -128,7 +128,7 @@ def test_a_mixture_is_refused():
 
 
 def test_out_of_memory_is_said_with_fewer_layers_to_try(tiny, tmp_path, monkeypatch):
-    """The figures of the shorter sequence are kept."""
+    """The figures of the shorter sequence are still printed."""
     turn = measure.turn
 
     def full(model, tokens, options):

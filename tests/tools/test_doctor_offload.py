@@ -25,7 +25,7 @@ def test_packed_sizes_are_those_of_the_loaded_model(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "offload"), [(3, ""), (4, "all"), (7, "4.5GiB"), (11, "8GiB"), (12, "off")])
 def test_the_line_for_a_gpu(gpu, offload):
-    """Ten layers of 1 GB, and 1.4 GB of all else."""
+    """The model has ten layers of 1 GB, and 1.4 GB of other memory."""
     sizes = module.Sizes(module.Counter({f"layers.{n}": GB for n in range(10)}), int(1.4 * GB), False)
     found, host = sizes.line(gpu * GB)
     assert found == offload

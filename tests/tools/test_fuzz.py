@@ -1,4 +1,4 @@
-"""The fuzzer itself, and a small run of it under the interpreter; tens of thousands run on the GPU (gpu/test_gpu_fuzz.py)."""
+"""The fuzzer itself, and a small run of it in the interpreter. gpu/test_gpu_fuzz.py runs tens of thousands of cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WELL_FORMED = drawn(4, 3, states(DEVICE.type))
 
 @pytest.mark.every(2)
 def test_every_guard_has_a_fault():
-    """But those that refuse a whole GPU."""
+    """Only guards that refuse a whole GPU have no fault."""
     named = {name for _, _, names in FAULTS.values() for name in names}
     assert named >= {reason.name for reason, _ in guards.GUARDS} - {"ROCM", "GPU_TOO_OLD"}
 
@@ -64,14 +64,14 @@ def test_the_patch_is_on_again_with_its_options():
 
 
 def flipped(packed, result, out):
-    """One bit of one element."""
+    """Change one bit of one element."""
     flat = result.t().reshape(-1) if packed.shape[0] == 1 else result.view(-1)
     flat[-1:].view(torch.uint8)[0] ^= 1
     return result
 
 
 def spilled(packed, result, out):
-    """A byte before ``out``."""
+    """Change a byte before ``out``."""
     torch.as_strided(out.view(-1).view(torch.uint8), (1,), (1,), PADDING - 1).zero_()
     return result
 

@@ -34,7 +34,7 @@ def test_the_repository_imports_nothing_but_torch_triton_and_itself(tmp_path):
 
 
 def test_another_source_has_another_name(tmp_path, monkeypatch):
-    """`kernels` keeps two versions of a kernel apart by their id."""
+    """`kernels` distinguishes two versions of a kernel by their ids."""
     ids = []
     for init in (hub_kernel.INIT, hub_kernel.INIT, hub_kernel.INIT + "\n"):
         monkeypatch.setattr(hub_kernel, "INIT", init)

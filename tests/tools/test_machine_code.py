@@ -1,4 +1,4 @@
-"""What the compiler makes of every variant, for every GPU, on every Triton that matters. No GPU needed."""
+"""The machine code of every variant, for every GPU, with every Triton that matters. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE = Path(os.environ.get("NF4_TEST_TRITONS", Path.home() / ".cache" / "nf4_pa
 
 
 def release_of(name: str) -> Path | None:
-    """The folder of a Triton release, from PyPI the first time; None is the installed one."""
+    """Return the folder of a Triton release, which is downloaded from PyPI at first. None stands for the installed release."""
     if name in ("installed", triton.__version__):
         return None
     folder = CACHE / name
@@ -55,7 +55,7 @@ def test_every_gpu_is_compiled_for(compiled):
 
 @pytest.mark.full
 def test_registers_only(compiled):
-    """Nothing spills, and nothing goes through shared memory, as the conversion of a layout would."""
+    """No register spills, and nothing uses shared memory, as a layout conversion would."""
     for row in compiled["rows"]:
         assert row["stack"] == row["shared"] == 0, row
         assert row["registers"] <= 64, row  # 64: 1024 lanes still fit on a T4's SM
@@ -63,7 +63,7 @@ def test_registers_only(compiled):
 
 @pytest.mark.full
 def test_packed_loads_are_wide(compiled):
-    """Each step loads packed words of 32 bits, evict-first."""
+    """Each step loads packed words of 32 bits with evict-first."""
     for row in compiled["rows"]:
         packed = [load.split(".") for load in row["loads"] if ".EF" in load]
         assert len(packed) == row["steps"], row
@@ -72,7 +72,7 @@ def test_packed_loads_are_wide(compiled):
 
 @pytest.mark.full
 def test_no_fused_multiply_add(compiled):
-    """The scale has two roundings, code2[absmax] * absmax2 and + offset: a contraction would change bits."""
+    """The scale is rounded twice, after code2[absmax] * absmax2 and after + offset. A fused multiply-add would change bits."""
     for row in compiled["rows"]:
         assert "FFMA" not in row["names"] and row["ptx_fma"] == 0, row
         scales = row["steps"] + row["tail"] if row["nested"] else 0

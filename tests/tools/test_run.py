@@ -1,4 +1,4 @@
-"""``nf4-patch run`` next to ``python``: how a command ends, which of its processes report, and what the report says."""
+"""``nf4-patch run`` compared with ``python``: how a command ends, which processes report, and the contents of the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPORT = ("--report", "--json", "report.json")
 
 
 def reported(*words: object, folder: Path, options: tuple[str, ...] = REPORT, **variables: str):
-    """A command, run with a report: its process, and what the JSON files say, by their names."""
+    """Run a command with a report. Return its process, and the contents of the JSON files by file name."""
     command = (sys.executable, "-m", "nf4_patch", "run", *options, *words)
     done = completed(command, folder, **variables)
     return done, {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("report*.json"))}
@@ -50,7 +50,7 @@ def reported(*words: object, folder: Path, options: tuple[str, ...] = REPORT, **
     ],
 )  # fmt: skip
 def test_a_command_is_as_without_us_and_patched(words, text, tmp_path):
-    """None of them imports bitsandbytes: no report."""
+    """None of these commands imports bitsandbytes, so there is no report."""
     (tmp_path / "script.py").write_text(f"import sys\n{text}")
     own = [] if words[0] in ("python", "sh") else [sys.executable]
     theirs = completed([*own, *words], tmp_path)
@@ -99,7 +99,7 @@ OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off (NF4_PATCH=0)", marks=pytest.mark
 @pytest.mark.full
 @pytest.mark.parametrize(("variables", "hits", "on"), [({}, 3, "on"), OFF])
 def test_a_report_counts_what_ran_in_the_kernel_and_children_do_not_report(variables, hits, on, tmp_path):
-    """A spawned child imports the script, and a module named bitsandbytes with it. A fork has its parent's modules."""
+    """A spawned child imports the script, which imports a module named bitsandbytes. A forked child has its parent's modules."""
     with_empty_bitsandbytes(tmp_path / "empty")
     (tmp_path / "script.py").write_text(CHILDREN)
     done, reports = reported("script.py", 3, folder=tmp_path, **variables)
@@ -114,14 +114,16 @@ def test_a_report_counts_what_ran_in_the_kernel_and_children_do_not_report(varia
 
 @pytest.mark.full
 def test_another_rank_than_0_reports_if_all_do(tmp_path):
-    """What torchrun gives its second process; that it is silent without --all-ranks is seen in test_code_blocks.py."""
+    """torchrun gives its second process this rank. test_code_blocks.py checks that the process prints nothing without
+    --all-ranks.
+    """
     done, reports = reported(TRAINING, folder=tmp_path, options=(*REPORT, "--all-ranks"), RANK="1", LOCAL_RANK="0")
     assert done.stdout == "hits: 1\n" and list(reports) == ["report.rank1.json"]
     assert done.stderr.count("nf4_patch, rank 1: ") == done.stderr.count("1 dequantizations in the kernel") == 1
 
 
 def with_empty_bitsandbytes(folder: Path, script: str = "import bitsandbytes") -> Path:
-    """Write a script, and beside it an empty module in place of bitsandbytes, which makes a process report without PyTorch."""
+    """Write a script and an empty module bitsandbytes, so that a process reports without PyTorch."""
     folder.mkdir(exist_ok=True)
     (folder / "bitsandbytes.py").write_text("")
     (folder / "script.py").write_text(script)
@@ -134,7 +136,10 @@ FULL_DISK = pytest.param("2>/dev/full", "/dev/full", marks=pytest.mark.full)
 @pytest.mark.full
 @pytest.mark.parametrize("between", ["& ", pytest.param("; ", marks=pytest.mark.full)])
 def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
-    """The first as it would be alone, and those that end after it. Another run begins anew, whatever the file holds."""
+    """The first process writes its report as if it were alone, and later processes add theirs.
+
+    Another run starts with an empty file.
+    """
     (tmp_path / "report.json").write_text("[1, 2")
     script = with_empty_bitsandbytes(tmp_path)
     for numbers in ("123", "21", "1"):
@@ -151,7 +156,7 @@ def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("option", ["-I", "-E"])
 def test_a_python_that_ignores_variables_is_patched_and_does_not_report(option, tmp_path):
-    """By bitsandbytes, which loads the package when it is imported."""
+    """bitsandbytes loads nf4_patch when it is imported."""
     look = "import importlib.metadata as m; print(len(m.entry_points(group='bitsandbytes.backends', name='nf4_patch')))"
     if completed([sys.executable, option, "-c", look], tmp_path).stdout != "1\n":
         pytest.skip("nf4_patch is not installed: no entry point")
@@ -162,7 +167,10 @@ def test_a_python_that_ignores_variables_is_patched_and_does_not_report(option, 
 
 @pytest.mark.parametrize(("stderr", "file"), [("2>&-", "report.json"), FULL_DISK])
 def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, file, tmp_path):
-    """If that can be written. A stdout that holds anything but the program's own output breaks whoever reads it."""
+    """The file may be unwritable too.
+
+    The report must not go to stdout, where it would break programs that read the command's output.
+    """
     with_empty_bitsandbytes(tmp_path, "import bitsandbytes\nprint('done')")
     line = f'{sys.executable} -m nf4_patch run --report --json "$0" script.py {stderr}'
     done = completed(["sh", "-c", line, file], tmp_path)
@@ -172,7 +180,7 @@ def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, file, tmp_pa
 
 
 def test_the_sitecustomize_of_the_environment_runs_too(tmp_path):
-    """Once for nf4-patch itself, once for the command."""
+    """It runs once for nf4-patch itself, and once for the command."""
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
     done, _ = reported("-c", PRINT, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     assert done.stdout.startswith("theirs\ntheirs\n__main__") and done.stdout.endswith("True\n"), done.stderr

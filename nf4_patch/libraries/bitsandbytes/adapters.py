@@ -31,7 +31,7 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
-    """Return whether each of these arguments of ``dequantize_4bit`` is its default, or equals the quant_state's field."""
+    """Return whether each of these arguments of ``dequantize_4bit`` is the default or equals the quant_state's field."""
     return (
         (absmax is None or absmax is getattr(state, "absmax", None))
         and (blocksize is None or blocksize in (64, getattr(state, "blocksize", None)))

@@ -94,14 +94,16 @@ def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
 class Chain(parametrize.ParametrizationList):
     """ParametrizationList of a packed stack with LoRA adapters. Every change clears the parametrize cache.
 
-    peft's own forward appends a parametrization for LoRA and removes it afterwards. The cache would not notice that.
+    peft's own forward appends a parametrization for LoRA and removes it afterwards. Without clearing, the cache would
+    return a weight from before this change.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization. Clear the cache, because ``register_parametrization`` read the weight without it.
+        """Append a parametrization.
 
-        peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. Make each
-        ``_LoraFactorsProxy`` an instance of both classes, so that peft removes it too.
+        Clear the cache, because ``register_parametrization`` read the weight without the new parametrization. peft 0.21
+        appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each ``_LoraFactorsProxy`` an
+        instance of both classes, which peft removes too.
         """
         layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):

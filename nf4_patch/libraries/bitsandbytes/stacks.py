@@ -29,7 +29,7 @@ def functions() -> Any:
 
 
 def decoded(packed: Tensor, state: Any) -> Tensor:
-    """Decode a stack with bitsandbytes' code or, where that code is wrong, with PyTorch operators."""
+    """Decode a stack with bitsandbytes' code or, if that code would be wrong, with PyTorch operators."""
     from bitsandbytes.functional import dequantize_4bit  # Dynamo can trace this import
 
     right = corrected("packed experts", packed, state, None)
@@ -44,9 +44,9 @@ def packed_chains(module: Any) -> dict[str, Any]:
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed a stack, or prepared it for adapters.
+    """Return whether nf4_patch packed a stack, or prepared a stack for adapters.
 
-    Such a stack needs nf4_patch for saving and merging even while ``experts="4bit"`` is off.
+    Such a stack needs nf4_patch for saving and merging, even while ``experts="4bit"`` is off.
 
     Args:
         chain: the ParametrizationList of the stack.
@@ -76,7 +76,7 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Return whether reading one of the stacks runs other code than bitsandbytes' parametrization, such as a hook.
+    """Return whether reading one of the stacks runs code other than bitsandbytes' parametrization, such as a hook.
 
     If so, the packed bytes must not be read directly. For example, a library for offloading or sharding loads a weight
     in one hook and frees it in another. Such a hook can be on the experts module, on the ParametrizationList, or on

@@ -1,4 +1,7 @@
-"""The library functions that fused LoRA computes itself. If one of them was replaced, peft's forward runs and calls it."""
+"""The library functions that fused LoRA computes itself.
+
+If somebody replaced one of these, peft's forward runs and calls the new function.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Computed:
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Look up the functions of COMPUTED. Spelling them out is faster than a loop."""
+            """Look up the functions of COMPUTED. They are spelled out, because a loop would be slower."""
             ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
             return (
                 base.forward, package.matmul_4bit, decode.dequantize_4bit, decode.gemv_4bit,

@@ -99,8 +99,8 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    Otherwise peft would find a parametrized weight only by its full name, and would visit the stacks in a different order. The
-    order decides the names in the adapter's file. As in transformers' classes, the down projection is last.
+    Without this, peft would find a parametrized weight only by its full name, and would visit the stacks in another
+    order. The order decides the names in the adapter's file. As in transformers' classes, the down projection is last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -126,8 +126,8 @@ def seen_dense(module: Any) -> Iterator[None]:
 def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``PeftConfigMixin.from_json_file`` to preserve two facts about an adapter's file.
 
-    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it. peft
-    would also set a missing ``peft_version`` to its own version, so set it to 0.17.
+    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it.
+    peft would set a missing ``peft_version`` to its own version, so set the version to 0.17.
     """
     written = original(cls, *args, **kwargs)
     if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
@@ -148,8 +148,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. The former swapped A and B of square
-            experts, which the shapes do not show. The latter wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. That peft swapped A and B of square
+            experts, which the shapes do not show. That Unsloth wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse
@@ -206,7 +206,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's config names.
 
     PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft
-    would put LoRA on this module, so show peft a dense parameter with that name instead.
+    would put LoRA on this module, so show peft a dense parameter with this name instead.
     """
     from ..bitsandbytes.packed import Chain, end_caching
 
@@ -231,7 +231,7 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``ParamWrapper.merge`` and ``unmerge`` to requantize the stack that peft changed.
 
-    An interrupt leaves the packed stack and ``merged_adapters`` both changed or both unchanged.
+    After an interrupt, the packed stack and ``merged_adapters`` are both changed or both unchanged.
     """
     experts, name = self.get_base_layer(), self.parameter_name
     chain, adapters = packed_chains(experts).get(name), self.merged_adapters

@@ -1,7 +1,7 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-A call runs as one autograd function (lora/function.py), in two kernel launches for few rows without a gradient
-(matmul/lora.py), or as peft's own forward.
+Three functions can run a call: one autograd function (lora/function.py), two kernel launches for few rows without a
+gradient (matmul/lora.py), or peft's own forward.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtype of the base product and the dtype of the decoded weight, or None if they are not supported.
 
-    The product has the dtype of autocast or, without autocast, of x. The weight is decoded to the layer's compute dtype
-    unless that is fp32. This dtype can differ from the product's, because a 4-bit checkpoint stores it. Without autocast,
-    the result is None if only one of x's dtype and the compute dtype is fp32, because peft rounds the sum differently then.
+    The product has the dtype of autocast or, without autocast, the dtype of x. The weight is decoded to the layer's
+    compute dtype unless that is fp32. A 4-bit checkpoint stores the compute dtype, so it can differ from the product's
+    dtype. Without autocast, return None if only one of x's dtype and the compute dtype is fp32, because peft rounds the
+    sum differently then.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -243,7 +244,7 @@ def linear(target: Target, original: Function) -> Function:
         return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's result, or ``run`` and its arguments, or a Reason. A recompute repeats the forward's decision."""
+        """Return the layer's result, ``run`` with its arguments, or a Reason. A recompute repeats the forward's decision."""
         if not lora_gate.on:
             # Without lora="fused", only calls that require no gradient are handled. They save no tensors, so their
             # recompute need not run the same code.

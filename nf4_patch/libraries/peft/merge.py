@@ -103,9 +103,9 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
 
 
 def is_shared(weight: Any) -> bool:
-    """Return whether a second module holds the weight, as with ``layer_replication``. Then its bytes must stay.
+    """Return whether a second module holds the weight, as with ``layer_replication``. The bytes of such a weight must not change.
 
-    One search through all modules serves every merge of a model. It notes only weights of layers with adapters.
+    One search through all modules serves every merge of a model. It finds only weights of layers with adapters.
     """
     if weight not in holders:
         modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -129,8 +129,8 @@ def unmerged(layer: Any) -> Unmerged | None:
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Linear4bit.merge`` to save the packed bytes, and to write the merged bytes into the same tensors.
 
-    With ``offload`` alone, save nothing. The same tensors are then needed because peft would leave each merged layer on
-    the GPU.
+    With ``offload`` alone, no bytes are saved. Merged bytes still go into the same tensors, because peft would leave
+    each merged layer on the GPU.
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)

@@ -13,7 +13,7 @@ WORD = torch.complex128  # a copy moves elements, and this is the largest of the
 
 
 def repeat_kv(original: Function, hidden_states: Tensor, n_rep: int) -> Tensor:
-    """Replace transformers' ``repeat_kv``: return [b, heads * n_rep, tokens, d], in which each head occurs n_rep times in a row.
+    """Replace transformers' ``repeat_kv``. Return [b, heads * n_rep, tokens, d], which repeats each head n_rep times in a row.
 
     The copy moves words of 16 bytes, because a copy of 2-byte elements is limited by its index arithmetic.
 

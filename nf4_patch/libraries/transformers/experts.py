@@ -44,7 +44,7 @@ class Loads:
 
 @functools.cache  # because walking all objects of the process is slow
 def is_nothing_packed() -> bool:
-    """Return whether this process holds no packed stack."""
+    """Return whether this process holds no packed stack at all."""
     library = sys.modules.get(PARAMETRIZE)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())

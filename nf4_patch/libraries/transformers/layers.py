@@ -19,7 +19,10 @@ repeat_kv = around(attention.repeat_kv)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
-    """Run a decoder layer as CUDA graphs. If that is refused, run it without its checkpoint, or else as transformers does."""
+    """Run a decoder layer as CUDA graphs.
+
+    If graphs refuse the call, run the layer without its checkpoint, or else as transformers does.
+    """
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
     return graphed(dataclasses.replace(target, or_option=""), inner, original)

@@ -271,7 +271,7 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
 
 
 def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
-    """Return whether ``conversion`` produces only packed stacks. ``names`` are the names of all parameters of the model."""
+    """Return whether ``conversion`` produces only packed stacks. ``names`` are the full names of all parameters of the model."""
     back = conversion.reverse_transform()
     made = {name for name in names if back.rename_source_key(name)[1] is not None}
     return bool(made) and made <= stacks.keys()
@@ -396,7 +396,7 @@ def finish(original, self, model, **kwargs) -> Any:
 
 @around
 def save(original, model, state_dict) -> Any:
-    """Replace ``revert_weight_conversion``, which would split a packed stack into one tensor per expert."""
+    """Replace ``revert_weight_conversion``, which would split a packed stack into one tensor for each expert."""
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
     return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept

@@ -1,7 +1,7 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel, which runs in compiled calls. It also runs in eager calls, unless the
-weight cache can serve the call, or nf4_patch was measured to be faster on the machine's GPUs.
+Newer releases of Unsloth have their own NF4 kernel, which runs in compiled calls. In eager calls, nf4_patch runs
+instead if the weight cache can serve the call, or if nf4_patch was measured to be faster on the machine's GPUs.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def uses_own_kernel() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls run Unsloth's own kernel, because some GPU of the machine is not in SLOWER_ON."""
+    """Return whether eager calls run Unsloth's own kernel, because not every GPU of the machine is in SLOWER_ON."""
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
     """Replace ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    Compiled code runs Unsloth's own kernel, if there is one, because Inductor launches that kernel directly, but would
-    call nf4_patch's op through PyTorch's dispatcher.
+    If Unsloth has its own kernel, compiled code runs this kernel. Inductor launches it directly, but would call
+    nf4_patch's op through PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
 
@@ -99,7 +99,7 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
 
-    A packed weight of shape [1, bytes], for which Unsloth computes X @ W without the transpose, is not supported.
+    A packed weight of shape [1, bytes] is not supported, because Unsloth computes X @ W without the transpose for it.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
@@ -117,5 +117,5 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
 
 
 def rows_of_tokens(original: Function, x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call a matmul of Unsloth, which takes a batch of single tokens, so x [m, k] is passed as [m, 1, k]."""
+    """Call a matmul of Unsloth on x [m, k]. Unsloth takes a batch of single tokens, so x is passed as [m, 1, k]."""
     return original(x.unsqueeze(1), weight.packed, state, None)

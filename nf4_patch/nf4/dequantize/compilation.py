@@ -58,9 +58,10 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return how many elements a thread decodes per step, which is as many as fill 16 bytes of output.
+    """Return how many elements a thread decodes per step: as many as fill 16 bytes of output.
 
-    For a blocksize of 32, return half as many, so that the elements of 16 threads lie in at most two quantization blocks.
+    For a blocksize of 32, return half as many, so that the elements of 16 threads lie in at most two quantization
+    blocks.
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 

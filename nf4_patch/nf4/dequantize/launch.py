@@ -96,8 +96,8 @@ class Launch:
     def into_buffer(self) -> torch.Tensor:
         """Dequantize into the device's shared buffer, which the next call may overwrite.
 
-        On other streams than the default stream, dequantize into a new tensor, because calls on different streams could
-        overwrite the buffer too early.
+        Calls on different streams could overwrite the buffer too early. So on every stream but the default stream,
+        dequantize into a new tensor.
         """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()

@@ -1,6 +1,7 @@
-"""Python runs this as it starts with this folder on PYTHONPATH: the CPU is the device of our kernels as soon as they are imported.
+"""Python runs this file at its start if this folder is on PYTHONPATH.
 
-See quick_interpreter.py. It imports PyTorch, which takes over a second, so that a process without our kernels does without it.
+The CPU becomes the device of the kernels when these are imported. quick_interpreter.py imports PyTorch, which takes
+over a second. A process without the kernels does not import it.
 """
 
 import sys

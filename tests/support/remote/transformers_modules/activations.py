@@ -1,4 +1,4 @@
-"""Activations as remote code of transformers would define them: graphs count this code as a library's."""
+"""Activations as in remote code of transformers. graphs="auto" treats this code as a library's."""
 
 import random
 import warnings
@@ -23,7 +23,7 @@ class Factors(torch.nn.Module):
 
 
 class Configured(torch.nn.SiLU):
-    """An activation that reads a dict in its config, and an attribute by another name."""
+    """An activation that reads a dict in its config, and reads an attribute under another name."""
 
     def __init__(self):
         super().__init__()
@@ -36,11 +36,11 @@ class Configured(torch.nn.SiLU):
 
 
 class Inheriting(torch.nn.SiLU):
-    """Inherits its forward."""
+    """An activation that inherits its forward."""
 
 
 class Scaled(torch.nn.SiLU):
-    """Reads an attribute of its parameter."""
+    """An activation that reads an attribute of its parameter."""
 
     def __init__(self, size, device):
         super().__init__()
@@ -52,7 +52,7 @@ class Scaled(torch.nn.SiLU):
 
 
 class Reversed(torch.nn.SiLU):
-    """Scales the gradient by a hook."""
+    """An activation that scales the gradient in a hook."""
 
     factor = 1.0
 
@@ -69,7 +69,7 @@ class Promoting(torch.nn.Module):
 
 
 class Writing(torch.nn.Module):
-    """Runs an attention, and writes into a dict among its arguments."""
+    """An attention that writes into a dict among its arguments."""
 
     def __init__(self, inner):
         super().__init__()
@@ -103,7 +103,7 @@ GRADIENTS: list[torch.Tensor] = []
 
 
 class Listing(torch.autograd.Function):
-    """Appends to a list in its backward, as a statistic of gradients does."""
+    """An activation that appends to a list in its backward, as a statistic of gradients does."""
 
     @staticmethod
     def forward(ctx, x):
@@ -122,7 +122,7 @@ class Warning(torch.nn.SiLU):
 
 
 class Altered(torch.nn.Module):
-    """An MLP that does something more."""
+    """An MLP that does additional work."""
 
     def __init__(self, inner: Any, kind: str):
         super().__init__()
@@ -149,7 +149,7 @@ captured: list[bool] = []  # an element for each call of Interrupting inside of 
 
 
 class Interrupting(torch.nn.Module):
-    """Like a user who presses Ctrl-C while the second graph, the one of the recompute, is captured."""
+    """Raises KeyboardInterrupt while the second graph, the one of the recompute, is captured."""
 
     def __init__(self, inner: Any):
         super().__init__()
@@ -164,7 +164,7 @@ class Interrupting(torch.nn.Module):
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps a tensor on ctx without save_for_backward."""
+    """An activation that keeps a tensor on ctx without save_for_backward."""
 
     @staticmethod
     def forward(ctx, x):
