@@ -68,7 +68,7 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Collect the cached weights that are read on this stream while a CUDA graph is captured. Cache no new weights there.
+        """Collect the cached weights that a CUDA graph capture on this stream reads. Cache no new weights on this stream.
 
         The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights.
         """
@@ -368,8 +368,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    Once Inductor's module for CUDA graphs is imported, every side stream counts, because torch.compile warms a graph up on a
-    side stream, in the graph's pool.
+    Also return True on every side stream once Inductor's module for CUDA graphs is imported. torch.compile warms a graph up
+    on a side stream, and allocates this memory from the graph's pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

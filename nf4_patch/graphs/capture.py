@@ -96,7 +96,7 @@ class Environment(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Everything that a capture needs: a layer, and the arguments and the settings of one call of the layer."""
+    """A layer to capture, with the arguments and the settings of one of its calls."""
 
     layer: nn.Module
     # ``function`` calls the layer. Its arguments are a checkpoint function or a StaticCache, then x and the tensors.
@@ -338,7 +338,7 @@ class GraphedLayer:
         self.shapes = [aligned(same) for same in shapes]
 
     def hold(self, work: Work, y: Tensor) -> None:
-        """Keep the forward's activations alive if ``keeps``. This class does not, because its second graph recomputes them."""
+        """Keep the forward's activations alive in subclasses with ``keeps``. Here, the second graph recomputes them."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)

@@ -38,7 +38,10 @@ class DecodeStep(Work):
             return self.first_of(task.function(task.static_cache, self.x, self.buffers))
 
     def run(self) -> list[Tensor]:
-        """Run the forward once for the warm-up, and fill ``written``."""
+        """Run the forward once, and note in ``written`` which layers of the static cache it writes.
+
+        Return [], because no tensor gets a gradient.
+        """
         with self.undone():
             self.forward()
         return []

@@ -57,7 +57,7 @@ def is_library_file(file: str, package: str) -> bool:
 
 
 def is_library(function: FunctionType) -> bool:
-    """Return whether a function is library code. Generated code belongs to the Python module whose globals it reads."""
+    """Return whether a function is library code. Generated code counts as code of the module whose globals it reads."""
     space, file = function.__globals__, function.__code__.co_filename
     file = space.get("__file__") or "" if file.startswith("<") else file
     return bool(file) and is_library_file(file, str(space.get("__name__", "")).partition(".")[0])
@@ -85,7 +85,10 @@ def cells_of(function: FunctionType) -> list[Any]:
 
 
 def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionType]:
-    """Yield the functions that a call of ``value`` may run, also through methods, partials, decorators, closures and ``__call__``."""
+    """Yield the functions that a call of ``value`` may run.
+
+    Also look inside methods, partials, decorated functions, closures and objects with ``__call__``.
+    """
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (*PLAIN, Tensor, nn.Module, ModuleType)):
         return
@@ -117,11 +120,13 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 class Code:
-    """Functions that a layer may run, found by following names from the methods that every call runs.
+    """The functions that a layer may run.
 
-    The names are looked up in the namespaces ``spaces``: the classes of the layer's modules, the Python modules of
-    these classes, and ``torch.nn.functional``. If a config names attention or experts functions, ``spaces`` also has
-    their Python modules.
+    The search starts with the methods in CALLED, such as ``forward``, and with the modules' callable attributes. It looks up
+    every name that a found function uses, and so finds more functions.
+
+    Names are looked up in ``spaces``, which are the classes of the layer's modules, the Python modules of these classes,
+    and ``torch.nn.functional``. If a config names attention or experts functions, their Python modules are searched, too.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
@@ -180,7 +185,7 @@ class Code:
         return [*functions]
 
     def foreign(self) -> str:
-        """Describe script code that the layer runs, or changeable state that one of its callable attributes holds, or return ""."""
+        """Say which script code the layer runs, or that a callable attribute holds changeable state, or return ""."""
         for function in self.functions:
             if not is_library(function):
                 return (

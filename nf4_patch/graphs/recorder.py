@@ -105,9 +105,11 @@ class Recorder:
     ) -> tuple[Any, Result]:
         """Run ``work(*given)`` and record it. Return the Recording, and the result of the work.
 
+        Only the recorders of tests/support read ``before`` and ``keeps``.
+
         Args:
-            before: the Recording whose result is ``given``. It is always replayed before this one.
-            keeps: whether the autograd graph of the result stays in its memory for another recording.
+            before: the Recording whose result is ``given``. The caller always replays ``before`` first.
+            keeps: whether the tensors that autograd saved stay allocated, so that another recording can run the backward.
 
         Raises:
             Refusal: the work cannot be recorded.
@@ -122,7 +124,7 @@ class Recorder:
     def recording(self, differentiable: bool) -> Iterator[None]:
         """Enter the stream and the modes in which layers are warmed up and recorded.
 
-        Afterwards the GPU's random generator has its old state, if the ``with`` block changed it.
+        Restore the state of the GPU's random generator afterwards.
         """
         state, replay_stream = self.generator.get_state(), torch.cuda.current_stream(self.device)
         try:
@@ -197,7 +199,7 @@ class Recorder:
     def borrowed(self, tensor: Tensor) -> Tensor:
         """Return an alias of ``tensor`` that does not keep the memory of ``tensor`` allocated.
 
-        So the graphs of other layers can reuse this memory.
+        Otherwise the graphs of other layers could not reuse this memory.
         """
         storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -214,13 +216,14 @@ class Recorder:
 
     @contextlib.contextmanager
     def leaving_enough(self, part: int = 0, held: int = 0) -> Iterator[None]:
-        """Check before and after the ``with`` block, which records graphs, that the GPU has enough memory for the rest of a step.
+        """Check that the GPU has enough memory for the graphs and the rest of a step, before and after the ``with`` block.
 
-        The rest of a step needs at most as much memory as whole steps without graphs needed at their peak.
+        The ``with`` block records graphs. The rest of a step is assumed to need as much as the highest peak so far.
 
         Args:
-            part: bytes of this peak that the recordings now hold.
-            held: bytes of the pool that were allocated all the time since the last recording, so a new peak contains them.
+            part: bytes of this peak that the graphs hold from now on. They are subtracted from the peak. The number is
+                negative if graphs hold tensors on the GPU that steps without graphs move to host memory.
+            held: bytes of earlier graphs that stay allocated. They are subtracted from a new peak, which includes them.
 
         Raises:
             torch.OutOfMemoryError: there would be too little memory.
@@ -259,7 +262,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def synchronizations(self) -> Iterator[list[str]]:
-        """Yield a list. When the ``with`` block ends, it has the source lines at which this thread waited for the GPU."""
+        """Yield a list, which gets the source lines at which this thread waits for the GPU inside the ``with`` block."""
         before, found, thread = torch.cuda.get_sync_debug_mode(), list[str](), threading.get_ident()
 
         def show(message: Any, category: Any, filename: str, lineno: int, *others: Any, **options: Any) -> None:
@@ -279,7 +282,7 @@ class Recorder:
 
 
 def memory(device: int, kind: str, value: str = "current") -> int:
-    """Return a value of PyTorch's memory statistics, in bytes. ``torch.cuda.memory_stats`` would sort all of them first.
+    """Return a value of PyTorch's memory statistics, in bytes. ``torch.cuda.memory_stats`` would sort all statistics first.
 
     Args:
         kind: for example "reserved_bytes".
@@ -295,7 +298,7 @@ def give_back() -> None:
 
 
 def restore(generator: Any, state: Tensor) -> None:
-    """Give a random generator an earlier state. Leave it alone if it still has this state."""
+    """Set a random generator to an earlier state, unless it still has this state."""
     if not torch.equal(generator.get_state(), state):
         generator.set_state(state)
 

@@ -34,8 +34,8 @@ ByLayer = weakref.WeakKeyDictionary
 def is_due(calls: int) -> bool:
     """Return whether a layer is recorded at this eager call of a shape.
 
-    It is recorded at the third call. If the layer changed since, or could not be recorded, it is tried again at its sixth
-    eager call, its twelfth and so on.
+    The first attempt is at the third call. If the layer could not be recorded, or has changed since then, the next attempts
+    are at its 6th, 12th, 24th ... eager call.
     """
     times, rest = divmod(calls, RECORDED_AT)
     return rest == 0 and times.bit_count() == 1
@@ -109,7 +109,7 @@ class Graphs:
                     layers.pop(layer, None)
 
     def drop_changed(self, key: Any, layer: nn.Module) -> None:
-        """Drop the recording of a layer that has changed since."""
+        """Drop the recording of a layer that has changed since it was recorded."""
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
 
     def drop_oldest_step(self) -> None:
@@ -153,7 +153,7 @@ class Graphs:
         self.calls.clear()
 
     def make_way(self, x: Tensor) -> None:
-        """Drop every recording before the layers get a larger input than ever before, because it needs more memory."""
+        """Drop every recording if x is larger than all earlier inputs, because x needs more memory."""
         device, size = x.get_device(), x.numel()
         if size > self.largest.get(device, 0):
             self.largest[device] = size
@@ -165,7 +165,7 @@ class Graphs:
     def refusal(self, key: Any, layer: nn.Module) -> Refused | None:
         """Return why a layer cannot be recorded, or None.
 
-        A GRAPH_MEMORY refusal holds for all layers until its layer is freed.
+        If the GPU had no memory for the graphs of one layer (GRAPH_MEMORY), no layer is recorded until that layer is freed.
         """
         found = self.refusals.get(kind_of(key))
         if not found:
@@ -183,7 +183,7 @@ class Graphs:
         self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
 
     def is_due_again(self, key: Any, layer: nn.Module) -> bool:
-        """Return whether a layer may be recorded in this call. A layer that was put off is counted until it is due."""
+        """Return whether a layer may be recorded in this call. If the layer was put off, count the call."""
         return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
 
     def count(self, key: Any, layer: nn.Module) -> int:

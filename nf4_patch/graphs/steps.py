@@ -56,7 +56,7 @@ GENERATION, MODELS, STATIC_CACHES = (MODULES[name] for name in ("generation", "m
 
 
 class Asked(threading.local):
-    """The model whose ``generate()`` was told to ask for a compiled function, and will do so next in this thread."""
+    """The model whose ``generate()`` will next ask for a compiled function in this thread."""
 
     model: Callable[[], Any] = staticmethod(lambda: None)
 
@@ -109,7 +109,7 @@ class StepWork(Work):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
 
     def forward(self, recompute: bool = False) -> Tensor:
-        """Call the model and return its logits. ``others`` gets the result's class, and its names for the StaticCache."""
+        """Call the model and return its logits. Store the result's class and its StaticCache's names in ``others``."""
         task = self.task
         with task.environment.entered(), lengths_restored(task.static_cache), inside():
             result = task.function(task.static_cache, self.x, self.buffers)
@@ -153,7 +153,7 @@ def host_state(static_cache: Any) -> list[Any]:
 
 
 class GraphedStep(GraphedLayer):
-    """The CUDA graph of a decode step. It serves every StaticCache that has its tensors at the same addresses."""
+    """The CUDA graph of a decode step. It can be replayed for every StaticCache with tensors at the same addresses."""
 
     differentiable = False
 
@@ -205,7 +205,7 @@ class Step:
         return plan[0](*plan[1:])
 
     def refuse(self, refused: Refused) -> None:
-        """Run the rest of this ``generate()`` without graphs of whole steps, and count the Reason."""
+        """Count the Reason, and run no more steps of this ``generate()`` as graphs of whole steps."""
         self.refused, self.graph, self.observed = True, None, None
         self.fallbacks.details[refused.reason] = refused.detail
         counters.fall_back(self.fallbacks.target, refused.reason, False, refused.detail)
@@ -258,9 +258,9 @@ class Step:
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
-        """Find or record the graph for ``self.key``. If there is a graph now, return None.
+        """Find or record the graph for ``self.key``. Return None if there is a graph now.
 
-        Otherwise return the same as ``plan``.
+        Otherwise return the result of ``plan``: a function with its arguments, or a Reason.
         """
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)
@@ -332,7 +332,7 @@ class Step:
     # --- the three ways in which a step runs ---
 
     def observe(self, recorder: Recorder, fingerprint: Fingerprint, state: LayerState, inputs: dict[str, Any]) -> Any:
-        """Run the step eagerly, in the modes of a recording. Find effects that a replay could not repeat."""
+        """Run the step eagerly in the modes of a recording, and look for effects that a replay could not repeat."""
         static_cache, host, generator = cache_in(inputs), HostGenerators(), recorder.generator
         held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
         with (

@@ -91,8 +91,9 @@ def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read A or B: contiguous, 16-byte aligned, not lazily negated, with memory that is
-    not freed.
+    """Return whether the kernels can read ``factor``, which is A or B.
+
+    It must be contiguous, 16-byte aligned and not lazily negated. Its storage must hold all its elements.
     """
     return (
         factor.is_contiguous()

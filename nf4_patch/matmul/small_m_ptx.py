@@ -83,7 +83,7 @@ class AdapterLayout(NamedTuple):
 
     @property
     def fragments(self) -> int:
-        """Return how many mma operands 16 rows of B need, which is one per 16 columns, or two if B is fp32 (``Cta.split``)."""
+        """Return how many mma operands 16 rows of B need. 16 columns need one operand, or two if B is fp32 (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
@@ -96,7 +96,7 @@ class AdapterLayout(NamedTuple):
     def sum_bytes(self, n_tiles: int) -> int:
         """Return how many bytes of shared memory the warps' partial sums can use next to the inner product.
 
-        The result is SUM_BYTES, half of SUM_BYTES, or 0 if neither is left.
+        The result is SUM_BYTES, or half of it, or 0 if even half of it does not fit.
         """
         left = SHARED_BYTES - self.inner_bytes(n_tiles)
         return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
@@ -252,7 +252,7 @@ class Cta:
             self.keep_x("TABLE")
 
     def keep_x(self, end: str) -> None:
-        """Load this warp's part of X, which stays in registers, if the warp has a chunk of K."""
+        """If this warp has a chunk of K, load its part of X, which stays in registers."""
         self.emit(f"setp.ge.u32 p, chunk, stop; @p bra {end};")
         self.find_x()
         for b in range(self.groups):
@@ -537,7 +537,7 @@ class Cta:
     def arrive(self, barrier: str) -> str:
         """Return the PTX with which a warp arrives at a barrier.
 
-        A warp arrives at ``full`` after it wrote its partial sums, and at ``free`` after it read the sums to add up.
+        A warp arrives at ``full`` after it has written its partial sums, and at ``free`` after it has read the sums to add up.
         """
         if self.dialect.wait:
             # One arrival per warp would be enough, but then the tool racecheck (2025.3.1) would report the other lanes'
@@ -580,10 +580,11 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """For each group b, set the predicate ``name`` + b to whether this lane's words of the group are within K.
+        """Set a predicate for each group b, which is true if this lane's words of the group are within K.
 
         Args:
-            also: another predicate that has to be true, written as ", predicate".
+            name: the predicates are called ``name`` + b.
+            also: "", or ", " and the name of a predicate that must be true as well.
         """
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"

@@ -4,8 +4,8 @@ After two training steps at the largest batch so far, PyTorch has reserved as mu
 then the memory that is still free, less a margin. Users get it in the order of their rank.
 
 All users give their memory back before a larger batch (more rows or longer sequences), and before the first step of another
-optimizer. They also do so when free memory runs short, or another process starts to use the GPU. They then wait for two more
-steps.
+optimizer. They also give it back when free memory runs short, or another process starts to use the GPU. Then they wait for
+two more steps.
 
 A training step is counted when the next forward pass begins, because it can have several optimizer steps (one per layer).
 """
@@ -68,7 +68,7 @@ class User:
 
 
 class Spare:
-    """Spare memory of the process. It observes the training while it has users."""
+    """Shares the spare memory of the process among its users. Observes the training while there are users."""
 
     def __init__(self) -> None:
         self.users: list[User] = []
@@ -170,9 +170,9 @@ class Spare:
             self.look()
 
     def before_batch(self, features: int, rows: int, length: int) -> None:
-        """Give memory back unless an earlier batch had at least as many rows and, at the same time, at least as long sequences.
+        """Give memory back, unless one earlier batch had at least as many rows and at least as long sequences.
 
-        Only batches with the same number of features are compared, because this number differs between images and text.
+        Only batches with the same number of features are compared, because images and text differ in this number.
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))

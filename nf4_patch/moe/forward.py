@@ -39,7 +39,7 @@ def trait(module: Any, name: str) -> bool:
 
 
 def kernels_or_reference(gradient: Tensor) -> Any:
-    """Return the module that computes a backward, which is ``launch`` or, if PyTorch operators are needed, ``reference``.
+    """Return ``reference`` if a backward needs PyTorch operators, otherwise ``launch``, which runs the kernels.
 
     Compiled autograd, ``create_graph=True`` and batches of gradients (``is_grads_batched=True``) need PyTorch operators.
     """
@@ -86,7 +86,7 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy of the order. If the backward of ``Combined`` is ``needed``, the copy saves slot_of for it."""
+        """Return a copy of the order. If ``needed``, the copy saves slot_of for the backward of ``Combined``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
@@ -240,8 +240,8 @@ def forward(
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-# Both functions below read the weight of the second product only after the first product, as transformers does, so that
-# its dense copy takes memory for a shorter time.
+# Both functions below read the weight of the down projection after the first product, as transformers does. A dense copy
+# of the weight then takes memory for a shorter time.
 
 
 def by_kernels(
@@ -299,7 +299,7 @@ def gated(module: Any, rows: Tensor) -> Tensor:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's norm, if it has one, to the second product."""
+    """Apply the module's norm, if it has one, to the output of the down projection."""
     result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 

@@ -32,7 +32,7 @@ class KernelUnavailable(RuntimeError):
 class KernelEntry(NamedTuple):
     """Launcher of a compiled kernel: ``call(x, y, z, stream, *head, *arguments, *tail)``, where (x, y, z) is the grid.
 
-    ``arguments`` are the kernel's addresses and numbers. The rest is the same in every launch.
+    ``arguments`` are the kernel's addresses and numbers. ``head`` and ``tail`` are the same in every launch.
     """
 
     call: Callable[..., None]
@@ -46,8 +46,9 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        The entry calls the kernel's launcher ``run`` directly. Triton's ``kernel[grid](...)`` calls it too (Triton 3.2 and
-        newer), but first looks up the compiled kernel, which takes most of its 17 us (H200 machine, Triton 3.6.0).
+        The entry calls the kernel's launcher ``run`` directly. Triton's ``kernel[grid](...)`` calls the same launcher
+        (Triton 3.2 and newer), but looks up the compiled kernel first. This lookup takes most of the call's 17 us (H200
+        machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -110,7 +111,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it is contiguous and 16-byte aligned, and otherwise a copy that is."""
+    """Return the tensor if it is contiguous and 16-byte aligned. Otherwise return a contiguous, aligned copy."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -197,13 +198,14 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``. ``build`` makes it at the first use.
+    """Return ``built[key]``, which is the result of ``build`` at the first use.
 
-    Also store a permanent error, and raise it again at every later use.
+    If ``build`` fails, store the error and raise it again at every later use. If memory runs out, or a CUDA graph is being
+    captured, store nothing, because a later call might succeed.
 
     Raises:
-        KernelUnavailable: ``build`` failed, which is stored, or a CUDA graph is being captured, which is not stored.
-        torch.cuda.OutOfMemoryError, MemoryError: memory ran out, which is not stored.
+        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured.
+        torch.cuda.OutOfMemoryError, MemoryError: memory ran out.
     """
     if key not in built:
         if is_capturing():

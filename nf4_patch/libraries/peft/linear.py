@@ -84,7 +84,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and ``base`` one of bitsandbytes' 4-bit classes and no hooks.
+    """Return whether ``layer`` has peft's own class, and whether ``base`` is a 4-bit layer of bitsandbytes without hooks.
 
     Args:
         hooked: whether to look for hooks.
@@ -102,8 +102,8 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 
     The product has the dtype of autocast or, without autocast, the dtype of x. The weight is decoded to the layer's
     compute dtype unless that is fp32. A 4-bit checkpoint stores the compute dtype, so it can differ from the product's
-    dtype. Without autocast, return None if only one of x's dtype and the compute dtype is fp32, because peft rounds the
-    sum differently then.
+    dtype. Without autocast, return None if either x's dtype or the compute dtype is fp32, but not both. peft rounds the
+    sum differently in this case.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -244,7 +244,7 @@ def linear(target: Target, original: Function) -> Function:
         return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's result, ``run`` with its arguments, or a Reason. A recompute repeats the forward's decision."""
+        """Return the layer's result, or (``run``, *arguments), or a Reason. A recompute repeats the forward's decision."""
         if not lora_gate.on:
             # Without lora="fused", only calls that require no gradient are handled. They save no tensors, so their
             # recompute need not run the same code.
@@ -262,10 +262,11 @@ def linear(target: Target, original: Function) -> Function:
         return result
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
-        """Do the work of ``prepare``, which calls this function.
+        """Check whether nf4_patch can run this call, and return the result of ``prepare``.
 
         Args:
-            again: whether this is the recompute of a forward that used ``run``. If so, ignore later hooks and modes.
+            again: whether this is the recompute of a forward that used ``run``. The recompute has to use ``run``, too, so
+                it ignores hooks, modes and replaced functions, which are newer than the forward.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):

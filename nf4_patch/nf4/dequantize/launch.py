@@ -96,8 +96,8 @@ class Launch:
     def into_buffer(self) -> torch.Tensor:
         """Dequantize into the device's shared buffer, which the next call may overwrite.
 
-        Calls on different streams could overwrite the buffer too early. So on every stream but the default stream,
-        dequantize into a new tensor.
+        On a side stream, dequantize into a new tensor instead, because calls on different streams could overwrite the buffer
+        too early.
         """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
