@@ -41,7 +41,7 @@ class TargetStatus:
 
     @property
     def note(self) -> str:
-        """Return what a user has to know about the state, in words."""
+        """Return an explanation of the state for the user, or "" if none is needed."""
         target = ROWS.get(self.name)
         if self.state is State.INACTIVE and target is not None:
             return f'enable({target.option}="{OPTIONS[target.option].on}") turns it on'
@@ -64,7 +64,7 @@ class WeightStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Snapshot of the patch in this process."""
+    """A snapshot of the patch in this process."""
 
     enabled: bool
     targets: tuple[TargetStatus, ...]  # includes functions of this package that were called, such as ``dequantize_nf4``

@@ -14,7 +14,7 @@ UNSPLIT = 20 * MIB
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return PYTORCH_CUDA_ALLOC_CONF's settings, or {} if another allocator than PyTorch's is in use."""
+    """Return PYTORCH_CUDA_ALLOC_CONF's settings, or {} if PyTorch does not use its native allocator."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))

@@ -21,9 +21,10 @@ def nobody() -> None:
 
 
 class CacheEntry:
-    """Dense copy of a packed weight.
+    """The dense copy of a packed weight.
 
-    It keeps the storages of the scales alive, but not the packed parameter and the parameter's storage.
+    An entry keeps the storages of the scales alive. It keeps neither the packed parameter nor the parameter's storage
+    alive.
     """
 
     # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy

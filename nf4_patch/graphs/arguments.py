@@ -21,7 +21,7 @@ DROPPED = "num_items_in_batch"  # Trainer passes it to every layer, with a new v
 
 
 class Unsupported(Exception):
-    """A call has an argument that a graph cannot replay."""
+    """Raised if a call has an argument that a graph cannot replay."""
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
@@ -56,7 +56,10 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``replacements(tensor)``, and without the argument DROPPED."""
+    """Return ``value`` with every tensor replaced by ``replacements(tensor)``.
+
+    Leave out ``num_items_in_batch`` (DROPPED), which the graph's key does not contain either.
+    """
     if isinstance(value, Tensor):
         return replacements(value)
     if type(value) in (tuple, list):

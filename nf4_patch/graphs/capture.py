@@ -2,8 +2,8 @@
 
 The second graph recomputes exactly what a checkpoint would. For this, the forward is captured under a non-reentrant
 checkpoint, or without gradients if the model uses a reentrant one. Both graphs read the parameters through detached
-aliases, which share the parameters' memory. The autograd nodes of the parameters themselves belong to the training stream,
-so autograd would synchronize with that stream, which a capture forbids.
+aliases, which share the parameters' memory. Without aliases, autograd would synchronize with the training stream, because
+the parameters' autograd nodes belong to it. A capture forbids this.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Work:
-    """The work that the graphs of one layer record: the layer's forward, and its recompute and backward.
+    """The forward, recompute and backward of one layer, as its two graphs record them.
 
     The layer reads static buffers in place of its arguments, and aliases in place of its trained parameters.
     """
@@ -229,8 +229,8 @@ class Work:
         Autocast is off, because it is also off in the thread in which autograd runs an eager backward.
 
         Returns:
-            The gradient of x, or None if x requires no gradient. After it, one flat tensor per dtype, with the gradients
-                of all parameters in ``used`` that have this dtype.
+            The gradient of x, or None if x requires no gradient, and a list with one flat tensor per dtype. A flat
+                tensor contains the gradients of all parameters in ``used`` that have its dtype.
         """
         inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
         with torch.autocast(DEVICE, enabled=False):
@@ -379,8 +379,9 @@ class GraphedLayer:
         return self.y.clone()
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
-        """Replay the second graph (recompute and backward; only the backward if ``keeps``). Return the gradients of x and of ``parameters``.
+        """Replay the second graph, and return the gradients of x and of ``parameters``.
 
+        The second graph recomputes the layer before the backward, unless ``keeps`` is set.
         The caller must hold the recorder's lock.
 
         Args:

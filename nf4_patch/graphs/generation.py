@@ -18,15 +18,15 @@ from .refusal import Refusal
 def tensors_of(static_layer: Any) -> list[Tensor]:
     """Return the tensors that a StaticCache holds for one decoder layer.
 
-    These are the keys and the values, and in newer releases of transformers also the number of tokens. A layer of linear attention
-    has dicts of states.
+    These are the keys and the values, and in newer releases of transformers also the number of tokens. For a layer with linear
+    attention, they are the states in the layer's dicts.
     """
     values = [each for v in vars(static_layer).values() for each in (v.values() if type(v) is dict else (v,))]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 class DecodeStep(Work):
-    """The work that the graph of one layer records in generation: the layer's forward."""
+    """The forward of one layer, as the layer's graph records it in generation."""
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []

@@ -98,7 +98,7 @@ class Keeper:
 
 
 class KeptWork(Work):
-    """The work that the graphs of a kept layer record: the forward with gradients, and the backward."""
+    """The forward with gradients and the backward of a kept layer, as its two graphs record them."""
 
     keeps = True
 

@@ -56,7 +56,7 @@ GENERATION, MODELS, STATIC_CACHES = (MODULES[name] for name in ("generation", "m
 
 
 class Asked(threading.local):
-    """The model whose ``generate()`` will next ask for a compiled function in this thread."""
+    """Stores, for each thread, the model whose next ``get_compiled_call()`` will return a ``Step``."""
 
     model: Callable[[], Any] = staticmethod(lambda: None)
 
@@ -65,7 +65,7 @@ asked = Asked()
 
 
 def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    """Replace ``GenerationMixin._valid_auto_compile_criteria``. Return True also if the decode steps may become graphs."""
+    """Replace ``GenerationMixin._valid_auto_compile_criteria``. Also return True if the decode steps may become graphs."""
     asked.model = Asked.model
     if original(model, model_kwargs, generation_config):
         return True  # transformers compiles the model
@@ -83,7 +83,7 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
 
 
 def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
-    """Replace ``PreTrainedModel.get_compiled_call``."""
+    """Replace ``PreTrainedModel.get_compiled_call``. Return a Step for the model in ``asked``."""
     is_step, asked.model = asked.model() is model, Asked.model
     return Step(model) if is_step else original(model, compile_config)
 
@@ -103,13 +103,17 @@ def is_static(static_cache: Any) -> bool:
 
 
 class StepWork(Work):
-    """The work that the graph of a decode step records: a call of the model."""
+    """A call of the model, as the graph of a decode step records it."""
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
 
     def forward(self, recompute: bool = False) -> Tensor:
-        """Call the model and return its logits. Store the result's class and its StaticCache's names in ``others``."""
+        """Call the model and return its logits.
+
+        Store two values in ``others``: the class of the model's output, and the names of the output's fields that hold
+        the StaticCache.
+        """
         task = self.task
         with task.environment.entered(), lengths_restored(task.static_cache), inside():
             result = task.function(task.static_cache, self.x, self.buffers)

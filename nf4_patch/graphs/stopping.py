@@ -86,7 +86,7 @@ def sample(
     synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """Replace ``GenerationMixin._sample``."""
-    # Any other caller than ``generate`` might keep the cache, which is a token ahead.
+    # A caller other than ``generate`` might keep the cache, which is a token ahead.
     is_plain = not synced_gpus and streamer is None and is_called_by(GENERATION)
     is_plain = is_plain and is_of_the_library(logits_processor) and is_of_the_library(stopping_criteria)
     now, outer = Sample(is_plain), current.sample

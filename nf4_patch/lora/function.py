@@ -63,9 +63,10 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """Factors in fp32, which are multiplied by bf16 matrices on tensor cores at fp32 precision.
+    """Factors in fp32. Tensor cores multiply them by bf16 matrices at fp32 precision.
 
-    ``inner_gradient`` returns fp32 without the scale, which ``gradient_of_a`` and ``gradient_of_z`` apply.
+    ``inner_gradient`` returns an fp32 gradient that is not yet multiplied by the scale. ``gradient_of_a`` and
+    ``gradient_of_z`` multiply by the scale.
     """
 
     def inner(self, z: Tensor) -> Tensor:

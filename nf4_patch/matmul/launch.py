@@ -55,7 +55,8 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: the minimum numbers of elements of the weight. The minimum of a key applies if X has more rows than the key.
+        least: maps a number of rows to a minimum number of elements of the weight. A minimum applies if X has more rows
+            than its key. The weight must satisfy all minimums that apply.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 

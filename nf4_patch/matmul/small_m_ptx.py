@@ -320,7 +320,8 @@ class Cta:
         The sum of high and low is more precise than high alone.
 
         Args:
-            source, first: name and number of the first fp32 register.
+            source: the name of the fp32 registers, without their numbers.
+            first: the number of the first of the four registers.
         """
         e = self.emit
         for i, (to, rest) in enumerate(zip(high, low, strict=True)):
@@ -458,7 +459,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode with byte permutes, which take as many instructions as ``look_up``, but do not read the table."""
+        """Decode like ``look_up``, but with byte permutes. These take as many instructions and do not read the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):

@@ -43,8 +43,8 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster. Each minimum
-# applies if X has more rows than its key. MIN_ELEMENTS_SHORT_STEP is for weights that have a scale every 16 elements.
+# A weight with fewer elements than these minimums is dequantized and multiplied, because that is faster. A minimum
+# applies if X has more rows than the minimum's key. MIN_ELEMENTS_SHORT_STEP is for weights that have a scale every 16 elements.
 # These times in us were measured with 64 rows of X on an H200:
 #   weight                fused   dequantize + matmul
 #   256x2048               8.9     6.9   below MIN_ELEMENTS

@@ -137,7 +137,8 @@ class Spare:
     def observe(self, x: Any) -> None:
         """Call ``observed`` so that its errors cannot interrupt the forward pass.
 
-        Nested functions all call this method, so consecutive calls with the same ``x`` count once per optimizer step.
+        If the previous call had the same ``x``, do nothing before the next optimizer step. Such calls come from replaced
+        functions that call each other.
         """
         if self.stepped or self.latest_input() is not x:
             self.attempt(self.observed, x)

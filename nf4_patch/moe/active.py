@@ -9,7 +9,7 @@ from .product import Lora
 
 
 class Wrapper(Protocol):
-    """One running forward of a LoRA wrapper around a stack of experts."""
+    """A running forward of a LoRA wrapper around a stack of experts."""
 
     experts: Any  # the experts module
     name: str  # the stack's name in the module

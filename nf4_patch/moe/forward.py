@@ -95,7 +95,7 @@ class Order(NamedTuple):
 
 
 # The classes below save row indices with ``ctx.save_for_backward``, not as attributes of ``ctx``. The recompute of a
-# checkpoint might choose other experts than the forward, and the backward needs the recompute's indices. An attribute of
+# checkpoint might choose experts other than the forward's, and the backward needs the recompute's indices. An attribute of
 # ``ctx`` would still hold the forward's indices.
 
 

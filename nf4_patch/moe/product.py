@@ -68,7 +68,7 @@ class SavedExperts:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Grouped product with a packed stack that is not trained. The backward decodes the stack again."""
+    """A grouped product with a packed stack that is not trained. The backward decodes the stack again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
@@ -88,9 +88,11 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row of x [rows, in], sorted by expert, by its expert's weight [experts, in, out].
+    """Multiply each row of x by the weight of the row's expert.
 
     Args:
+        x: [rows, in], sorted by expert.
+        weight: [experts, in, out].
         ends: int32 [experts], the index after each expert's last row.
     """
     result: Tensor = sys.modules[EXPERTS]._grouped_mm(x, weight, offs=ends)
@@ -160,7 +162,7 @@ class ExpertWeight(NamedTuple):
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x [rows, in] by its expert's weight, with LoRA and bias. Decode only these experts.
+        """Multiply each row of x [rows, in] by the weight of the row's expert, with LoRA and bias. Decode only these experts.
 
         Args:
             experts: int64 [rows], the expert of each row.

@@ -67,7 +67,7 @@ class Buffer:
 
 
 class Prefetcher:
-    """Buffers, copy stream, resident copies and reading order of one GPU."""
+    """The buffers, copy stream, resident copies and reading order of one GPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # hold the lock until the decode is launched
@@ -86,9 +86,9 @@ class Prefetcher:
     def read(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Return ``run(copy)`` for the weight's resident copy, or for its copy in a prefetch buffer, which is made now
-        if there is none.
+        """Return ``run(copy)`` for the weight's copy on the GPU.
 
+        This is the resident copy, or the copy in a prefetch buffer. If there is neither, copy the weight's block now.
         Return None if the weight is a slice, which is not copied.
         """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
@@ -132,7 +132,11 @@ class Prefetcher:
         return self.buffers[1].block is reference or self.resident.get(reference) is not None
 
     def keep(self, reference: Reference, block: HostBlock) -> None:
-        """Make a resident copy of the block."""
+        """Copy the block to the GPU, and keep the copy as resident.
+
+        Args:
+            reference: the weak reference to ``block`` that is its key in ``resident``.
+        """
         buffer = Buffer()
         self.fetch(buffer, block, ahead=True)
         self.resident[reference] = buffer
@@ -143,7 +147,10 @@ class Prefetcher:
         taken[self.index] = sum(memory.nbytes for memory in held if memory is not None)
 
     def allow(self, budget: int) -> None:
-        """Free all resident copies, and choose the blocks that get one at their next read, in at most ``budget`` bytes."""
+        """Free all resident copies, and choose the blocks that get a resident copy at their next read.
+
+        These copies take at most ``budget`` bytes.
+        """
         with self.lock:
             if runtime.is_capturing():  # The copy stream must not wait for a stream that is captured. Keep the copies.
                 return
@@ -185,7 +192,8 @@ class Prefetcher:
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
         """Copy a host block into a buffer, once all earlier reads of the buffer are done.
 
-        ``ahead`` tells that this is a prefetch.
+        Args:
+            ahead: whether the copy is made before the block is needed.
         """
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for

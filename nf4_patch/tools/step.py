@@ -145,7 +145,7 @@ def synchronize() -> None:
 
 
 def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
-    """Return the milliseconds of a step in each round, in wall-clock time. A round synchronizes only after ``steps`` steps."""
+    """Return the wall-clock time per step in ms, for each round. A round synchronizes once, after ``steps`` steps."""
     found = []
     for _ in range(rounds):
         synchronize()
@@ -158,7 +158,7 @@ def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Return the name and the milliseconds of each kernel and copy that a call launches, from PyTorch's profiler."""
+    """Profile a call. Return the name of each kernel and copy that it launches, and the GPU time in ms."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()

@@ -40,7 +40,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """One forward of peft's ``ParamWrapper`` around a stack, with the names of its active adapters."""
+    """A running forward of peft's ``ParamWrapper`` around a stack, with the names of the wrapper's active adapters."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -148,8 +148,8 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
 
     Raises:
-        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. That peft swapped A and B of square
-            experts, which the shapes do not show. That Unsloth wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. Older peft swapped A and B, which
+            the shapes of square experts do not show. Older Unsloth wrote lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse

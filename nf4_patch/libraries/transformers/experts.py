@@ -37,7 +37,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Loads:
-    """Record whether a model was loaded with the option on, so that no warning about experts in 16 bits is needed."""
+    """Records whether any model was loaded while the option ``experts`` was on.
+
+    If so, ``warn_of_16_bits`` logs nothing.
+    """
 
     seen = False
 

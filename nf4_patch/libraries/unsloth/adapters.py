@@ -103,7 +103,7 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # If autocast or the weight has another dtype than X, the results would differ. Unsloth multiplies in autocast's dtype,
+    # If autocast or the weight has a dtype other than X's, the results would differ. Unsloth multiplies in autocast's dtype,
     # and rounds a weight of another dtype twice. The fused matmul does neither.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return unsupported(X)

@@ -36,7 +36,7 @@ def warps_for(capability: tuple[int, int], numel: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Everything except the device that the compiled kernel depends on. The defaults describe a usual QLoRA weight."""
+    """Everything that the compiled kernel depends on, except the device. The defaults describe a usual QLoRA weight."""
 
     num_warps: int
     dtype: torch.dtype
@@ -58,10 +58,10 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return how many elements a thread decodes per step: as many as fill 16 bytes of output.
+    """Return how many elements a thread decodes per step. Together they fill 16 bytes of output.
 
-    For a blocksize of 32, return half as many, so that the elements of 16 threads lie in at most two quantization
-    blocks.
+    With a blocksize of 32, they fill only 8 bytes, because the PTX supports at most two quantization blocks per half
+    warp (ptx.py).
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
