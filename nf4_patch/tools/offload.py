@@ -90,10 +90,20 @@ def configuration(name: str) -> Any:
 
 
 def on_meta(config: Any) -> Any:
+    """Build a model on the meta device.
+
+    Raises:
+        NotAvailable: transformers has no causal language model for the configuration.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except ValueError as error:
+        raise NotAvailable(
+            f"a model of the type {config.model_type} is no causal language model, and no other model can be estimated"
+        ) from error
 
 
 def layers_that_fit(whole: Any, name: str, most: int) -> int:
@@ -120,10 +130,12 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
         gpus: the index and the bytes of each GPU. If the list is empty, the lines are for GPUs of usual sizes.
     """
     sizes = sizes_of(on_meta(configuration(name)))
+    if not sizes.layers:
+        raise NotAvailable(f"no layer of {name} can be packed in 4 bits: its decoder layers have no torch.nn.Linear")
     yield (
         f"{name}: {sizes.layers.total() / GB:.1f} GB of packed weights in {len(sizes.layers)} layers, and about "
         f"{sizes.others / GB:.1f} GB for all else in a step of {TOKENS:,} tokens, with LoRA r = {RANK} on all linear layers, 8-bit "
-        "AdamW, gradient checkpointing and Liger's loss (an estimate)"
+        "AdamW, gradient checkpointing and Liger's loss. This estimate is careful: docs/offload.md has measured models"
     )
     line = EXPERTS if sizes.is_mixture else FAST.removesuffix(")")
     here = [(f"GPU {index}", index, size) for index, size in gpus]

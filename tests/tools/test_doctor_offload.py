@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from offloaded import dense_model, load_dense, packed_of, tensors_of
 from tiny_experts import random_model, saved
 
 from nf4_patch.offload import planning
 from nf4_patch.patching.option import size_of
 from nf4_patch.tools import offload as module
+from nf4_patch.tools.report import NotAvailable
 
 GB = 10**9
 
@@ -58,8 +60,21 @@ def test_what_doctor_says(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "free_memory", lambda: 5 * GB)
     monkeypatch.setattr(module, "CUDA_BYTES", 0)
     first, *others = module.lines(str(tmp_path), [(0, 10 * GB), (1, 10)])
-    assert "GB of packed weights in 2 layers" in first and "(an estimate)" in first
+    assert "GB of packed weights in 2 layers" in first and "This estimate is careful" in first
     assert others == [
         '  GPU 0: nf4_patch.enable("fast", experts="4bit"), device_map={"": 0}; 0.0 GB of host memory, of which 5.0 GB are free',
         '  GPU 1: too small even with offload="all". Train fewer tokens, a smaller rank, or fewer layers',
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (transformers.T5Config(), "the type t5 is no causal language model"),
+        (transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2), "can be packed in 4 bits"),
+    ],
+)
+def test_a_model_that_cannot_be_estimated_is_an_error(config, says, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(NotAvailable, match=says):
+        list(module.lines(str(tmp_path), []))
