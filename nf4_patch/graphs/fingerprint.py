@@ -123,8 +123,7 @@ class Fingerprint:
         self.children = [each for each in children if len(each) > 1]
         self.order = [*chain.from_iterable(self.children)]
         functions = self.code.replaceable
-        self.with_defaults = [function for function in functions if function.__defaults__]
-        self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, self.with_defaults)]
+        self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, functions)]
         self.tensor_dictionaries: list[dict[str, Any]] = [each for each in of_tensors if each]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
         # Tensor attributes are compared by identity, because == is true for two one-element tensors of equal value.
@@ -177,7 +176,7 @@ class Fingerprint:
         layer = self.layer()
         if layer is None or any(self.empty):
             return False
-        found = chain.from_iterable(map(dict.values, self.tensor_dictionaries))
+        found, functions = chain.from_iterable(map(dict.values, self.tensor_dictionaries)), self.code.replaceable
         try:
             return (
                 self.watched == self.copies
@@ -186,8 +185,8 @@ class Fingerprint:
                 and [type(layer), *map(type, self.compared)] == self.types
                 and [*chain.from_iterable(self.children)] == self.order
                 and (not self.requiring or self.found_hooks_besides() == self.hooks_besides)
-                and all(map(is_, map(code_of, self.code.replaceable), self.codes))
-                and all(map(is_, map(defaults_of, self.with_defaults), self.defaults))
+                and all(map(is_, map(code_of, functions), self.codes))
+                and all(map(is_, map(defaults_of, functions), self.defaults))
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
                 and all(attributes.get(name) is tensor for attributes, name, tensor in self.held)
                 and len(slots := [*found]) == len(self.slots)

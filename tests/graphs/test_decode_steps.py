@@ -448,6 +448,13 @@ def test_the_forward_that_trl_puts_in_place():
     model = model_of()
     trl.add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
     assert compared(model, {}, {})[1] == SHAPE.num_hidden_layers * (LENGTH - 1) and not refused()
+    with nf4_patch.enabled(graphs="auto"):
+        generated(model)
+        assert graphs.recordings
+        reference = weakref.ref(model.get_base_model())
+        del model
+        gc.collect()
+        assert reference() is None
 
 
 def test_a_forward_that_holds_another_config():
