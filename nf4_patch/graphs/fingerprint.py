@@ -168,6 +168,13 @@ class Fingerprint:
         """Return whether every tensor of the layer is still at the address that it had at the capture."""
         return addresses_of(self.tensors) == self.addresses
 
+    def is_outdated(self) -> bool:
+        """Return whether the layer has lost a module, parameter or buffer, which this record would keep alive."""
+        layer: Any = self.layer()
+        now = [] if layer is None else [*layer.modules()]
+        tensors = chain.from_iterable(map(dict.values, chain.from_iterable((m._parameters, m._buffers) for m in now)))
+        return not {*map(id, self.modules), *map(id, self.slots)} <= {*map(id, now), *map(id, tensors), id(None)}
+
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
