@@ -123,8 +123,7 @@ class Fingerprint:
         self.children = [each for each in children if len(each) > 1]
         self.order = [*chain.from_iterable(self.children)]
         functions = self.code.replaceable
-        self.with_defaults = [function for function in functions if function.__defaults__]
-        self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, self.with_defaults)]
+        self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, functions)]
         self.tensor_dictionaries: list[dict[str, Any]] = [each for each in of_tensors if each]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
         # Tensor attributes are compared by identity, because == is true for two one-element tensors of equal value.
@@ -169,6 +168,13 @@ class Fingerprint:
         """Return whether every tensor of the layer is still at the address that it had at the capture."""
         return addresses_of(self.tensors) == self.addresses
 
+    def is_outdated(self) -> bool:
+        """Return whether the layer has lost a module, parameter or buffer, which this record would keep alive."""
+        layer: Any = self.layer()
+        now = [] if layer is None else [*layer.modules()]
+        tensors = chain.from_iterable(map(dict.values, chain.from_iterable((m._parameters, m._buffers) for m in now)))
+        return not {*map(id, self.modules), *map(id, self.slots)} <= {*map(id, now), *map(id, tensors), id(None)}
+
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
@@ -177,7 +183,7 @@ class Fingerprint:
         layer = self.layer()
         if layer is None or any(self.empty):
             return False
-        found = chain.from_iterable(map(dict.values, self.tensor_dictionaries))
+        found, functions = chain.from_iterable(map(dict.values, self.tensor_dictionaries)), self.code.replaceable
         try:
             return (
                 self.watched == self.copies
@@ -186,8 +192,8 @@ class Fingerprint:
                 and [type(layer), *map(type, self.compared)] == self.types
                 and [*chain.from_iterable(self.children)] == self.order
                 and (not self.requiring or self.found_hooks_besides() == self.hooks_besides)
-                and all(map(is_, map(code_of, self.code.replaceable), self.codes))
-                and all(map(is_, map(defaults_of, self.with_defaults), self.defaults))
+                and all(map(is_, map(code_of, functions), self.codes))
+                and all(map(is_, map(defaults_of, functions), self.defaults))
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
                 and all(attributes.get(name) is tensor for attributes, name, tensor in self.held)
                 and len(slots := [*found]) == len(self.slots)

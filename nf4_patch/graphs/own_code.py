@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import sys
 import sysconfig
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -139,9 +140,8 @@ class Code:
         attributes = [
             value for m in modules for name, value in vars(m).items() if name != CHECKPOINT and callable(value)
         ]
-        self.attributes = [value for value in attributes if not isinstance(value, (type, nn.Module))]
-        self.configs = {*map(id, configs)}  # the fingerprint watches their contents
-        called = [f for value in (*forwards, *self.attributes) for f in functions_in(value)]
+        attributes = [value for value in attributes if not isinstance(value, (type, nn.Module))]
+        called = [f for value in (*forwards, *attributes) for f in functions_in(value)]
         spaces = [*named, *[f.__globals__ for f in called if is_library(f)], vars(nn.functional)]
         generic: Any = sys.modules.get(MODULES["registries of functions"])
         interface = getattr(generic, "GeneralInterface", ())
@@ -157,9 +157,19 @@ class Code:
             space.setdefault("__warningregistry__", {})  # otherwise a module's first warning would add this later
         # PyTorch's parametrize counts in its globals how often its cache was opened.
         self.spaces: list[Any] = [*self.classes, *[s for s in distinct if s.get("__name__") not in COUNTING]]
-        self.functions = self.reached(called)
-        # ``replaceable``: the functions whose code or defaults a script or IPython's autoreload might replace
-        self.replaceable = [f for f in self.functions if not is_of_torch(f.__globals__.get("__name__", ""))]
+        functions = self.reached(called)
+        self.foreign = foreign(functions, attributes, {*map(id, configs)})
+        self.codes = [function.__code__ for function in functions]
+        replaceable = [f for f in functions if not is_of_torch(f.__globals__.get("__name__", ""))]
+        self.plain = [f for f in replaceable if not f.__closure__]
+        # A closure may hold the layer, as the one that TRL puts in place of a model's forward. A strong reference to it would keep
+        # the layer alive.
+        self.closures = [weakref.ref(f) for f in replaceable if f.__closure__]
+
+    @property
+    def replaceable(self) -> list[Any]:
+        """The functions whose code or defaults a script or IPython's autoreload might replace. None for a function that was freed."""
+        return [*self.plain, *[function() for function in self.closures]]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
         names, functions = {*CALLED}, dict.fromkeys(called)
@@ -184,24 +194,9 @@ class Code:
                         pending += new
         return [*functions]
 
-    def foreign(self) -> str:
-        """Say which script code the layer runs, or that a callable attribute holds changeable state, or return ""."""
-        for function in self.functions:
-            if not is_library(function):
-                return (
-                    f"it runs {function.__module__}.{function.__qualname__}, which is not code of an installed library"
-                )
-        for value in self.attributes:
-            for held in held_by(value):
-                if not is_constant(held) and id(getattr(held, "__dict__", None)) not in self.configs:
-                    return (
-                        f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
-                    )
-        return ""
-
     def names(self, name: str) -> bool:
         """Return whether a function of the layer uses this name for a variable or an attribute, or as a string."""
-        return any(name in all_names(function.__code__) for function in self.functions)
+        return any(name in all_names(code) for code in self.codes)
 
 
 IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # attributes of configs
@@ -235,6 +230,22 @@ def is_constant(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_constant, value))
     return isinstance(value, (*PLAIN, Tensor, nn.Module, type, ModuleType)) or callable(value)
+
+
+def foreign(functions: list[FunctionType], attributes: list[Any], watched: set[int]) -> str:
+    """Describe script code among a layer's functions, or changeable state that one of its callable attributes holds, or return "".
+
+    Args:
+        watched: the ids of dicts whose contents the fingerprint compares.
+    """
+    for function in functions:
+        if not is_library(function):
+            return f"it runs {function.__module__}.{function.__qualname__}, which is not code of an installed library"
+    for value in attributes:
+        for held in held_by(value):
+            if not is_constant(held) and id(getattr(held, "__dict__", None)) not in watched:
+                return f"a function that it runs holds an object of the class {type(held).__name__}, which may change"
+    return ""
 
 
 def all_names(code: CodeType) -> Iterator[Any]:

@@ -178,7 +178,7 @@ def why_not_replayed(
     module: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False
 ) -> Refused | None:
     """Return why no replay can replace a call of a layer or model, whatever the arguments are, or None."""
-    if detail := fingerprint.code.foreign():
+    if detail := fingerprint.code.foreign:
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if is_sharded(module, fingerprint):
         return Refused(Reason.GRAPH_HOOKED, "its parameters are sharded")

@@ -112,6 +112,18 @@ class Graphs:
         """Drop the recording of a layer that has changed since it was recorded."""
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
 
+    def drop_outdated(self, model: nn.Module) -> None:
+        """Drop all recordings of a model and its layers that keep alive what it no longer has, for example after ``merge_and_unload``."""
+        with self.lock:
+            for module in dict.fromkeys([model, *decoder_layers(model)]):
+                for layers in [*self.recordings.values(), *self.kept.values()]:
+                    graph = layers.get(module)
+                    if graph is None or not graph.fingerprint.is_outdated():
+                        continue
+                    if isinstance(graph, KeptLayer):
+                        self.retire(graph.generation)
+                    layers.pop(module, None)
+
     def drop_oldest_step(self) -> None:
         """Free the oldest graph of a whole decode step, so that there is a place for another one."""
         oldest = next((key for key in self.recordings if key[0] == "step"), None)

@@ -257,7 +257,6 @@ class Cta:
         self.find_x()
         for b in range(self.groups):
             self.load_x(b)
-        self.emit(f"{end}:")
 
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
@@ -266,7 +265,7 @@ class Cta:
         of a half warp write the same entry into the 16 copies of the table.
         """
         e = self.emit
-        e("and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
+        e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
         if self.permutes:
             e("mov.u32 u, codes; mad.lo.u32 u, tid, 4, u; setp.lt.u32 p, tid, 16; @p st.shared.b32 [u], v;")
@@ -296,6 +295,7 @@ class Cta:
             e("griddepcontrol.wait;")
             if self.x_in_registers:
                 self.keep_x("INNER")
+                e("INNER:")
         e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
         # In each iteration, a thread adds up four neighbouring columns of one row.
         for i in range(0, 8 * self.n_tiles * quads, 32 * self.warps):

@@ -448,6 +448,13 @@ def test_the_forward_that_trl_puts_in_place():
     model = model_of()
     trl.add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
     assert compared(model, {}, {})[1] == SHAPE.num_hidden_layers * (LENGTH - 1) and not refused()
+    with nf4_patch.enabled(graphs="auto"):
+        generated(model)
+        assert graphs.recordings
+        reference = weakref.ref(model.get_base_model())
+        del model
+        gc.collect()
+        assert reference() is None
 
 
 def test_a_forward_that_holds_another_config():
@@ -510,6 +517,29 @@ def test_nothing_is_kept_alive():
         assert weight() is None
         generated(model_of())  # forgets the graphs of the model that was freed
         assert len(graphs.recordings) == 1
+
+
+def test_a_model_without_its_adapter():
+    """After merge_and_unload(), the first call frees the old weights that recordings of other shapes and of training hold."""
+    model = model_of()
+    inner = model.get_base_model()
+    with nf4_patch.enabled(graphs="auto"):
+        model.gradient_checkpointing_enable()
+        model.train().enable_input_require_grads()
+        for step in range(shapes.RECORDED_AT):
+            graphed.loss_of(model, step, 24, use_cache=False).backward()
+        model.gradient_checkpointing_disable()
+        for batch in (2, 3):
+            generated(model.eval(), batch=batch, length=4)
+        layers = layers_of(model)
+        assert sum(layers[0] in found for found in graphs.recordings.values()) == 1 and len(graphs.recordings) == 3
+        old = [weakref.ref(layers[0].mlp.up_proj), weakref.ref(layers[1].mlp.up_proj.base_layer.weight)]
+        model.disable_input_require_grads()
+        model.merge_and_unload()
+        del model, layers
+        generated(inner.eval(), length=4)
+        gc.collect()
+        assert [reference() for reference in old] == [None, None]
 
 
 @pytest.mark.full

@@ -1362,6 +1362,21 @@ def test_a_refused_layer_keeps_nothing_alive(monkeypatch, frozen):
         assert layer() is None
 
 
+def test_a_layer_that_holds_its_own_forward_is_freed(frozen):
+    model = model_of()
+    for layer in layers_of(model):
+        layer.forward = layer.forward  # a bound method in the layer's __dict__
+    with nf4_patch.enabled(graphs="auto"):
+        before = graphs.replays
+        for step in range(EAGER + 2):
+            loss_of(model, step).backward()
+        assert graphs.replays == before + 2 * LAYERS
+        reference = weakref.ref(layers_of(model)[0])
+        del model, layer
+        gc.collect()
+        assert reference() is None
+
+
 def test_an_error_in_a_capture_stops_no_training(monkeypatch):
     failed = []
 

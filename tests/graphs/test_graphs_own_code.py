@@ -90,8 +90,8 @@ def test_forms(form):
     mlp = layers_of(model)[0].mlp
     mlp._modules.pop("act_fn")
     mlp.act_fn = FORMS[form]
-    assert Fingerprint(layers_of(model)[0]).code.foreign()
-    assert not Fingerprint(layers_of(model)[1]).code.foreign()
+    assert Fingerprint(layers_of(model)[0]).code.foreign
+    assert not Fingerprint(layers_of(model)[1]).code.foreign
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_a_sequential_that_is_reordered():
     mlp = layers_of(model)[0].mlp
     mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Tanh())
     fingerprint = Fingerprint(layers_of(model)[0])
-    assert fingerprint.holds() and not fingerprint.code.foreign()
+    assert fingerprint.holds() and not fingerprint.code.foreign
     mlp.act_fn._modules["0"] = mlp.act_fn._modules.pop("0")
     assert not fingerprint.holds()
 

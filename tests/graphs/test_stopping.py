@@ -468,6 +468,13 @@ def test_repeat_kv(n_rep, dtype):
         ), name
 
 
+def test_repeat_kv_on_another_device():
+    """Apple's GPUs have no complex128. The device "meta" stands for them."""
+    x = torch.empty(1, 2, 3, 8, dtype=torch.bfloat16, device="meta")
+    with nf4_patch.enabled(graphs="auto"):
+        assert sdpa_attention.repeat_kv(x, 2).shape == (1, 4, 3, 8) and not attention.is_in_words(x)
+
+
 def test_repeat_kv_with_a_gradient():
     with nf4_patch.enabled(graphs="auto"):
         x = torch.randn(1, 2, 3, 8, device=DEVICE, requires_grad=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ...nf4.runtime import runs_on
 from ...patching.context import watched
 from ...patching.replacement import Function
 
@@ -35,7 +36,9 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_in_words(x: Tensor) -> bool:
-    """Return whether ``x`` is a plain tensor whose rows consist of whole words of ``WORD``."""
+    """Return whether ``x`` is a plain tensor on the GPU whose rows consist of whole words of ``WORD``."""
+    if not runs_on(x):  # Apple's GPUs have no 16-byte elements
+        return False
     if type(x) is not Tensor or x.dim() != 4 or x.stride(3) != 1 or x.dtype.is_complex or x.is_neg():
         return False
     sizes = (x.shape[3], x.storage_offset(), *x.stride()[:3])
