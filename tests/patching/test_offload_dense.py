@@ -344,6 +344,16 @@ def test_two_models_and_the_next_one(folder, gpu, patched):
     assert torch.equal(logits(model_of(folder)), want)
 
 
+@pytest.mark.full
+def test_unsloth(tmp_path):
+    """patching/test_own_kernel.py has the choice between Unsloth's kernel and the prefetch."""
+    from unsloth_releases import with_unsloth
+
+    said = with_unsloth("2026.10.9", tmp_path, "offload_unsloth", tmp_path / "model").split("\n")
+    parts = ["steps", "auto", "own kernel", "compiled"]
+    assert [line for line in said if line in parts] == parts
+
+
 # --- bad input ---
 
 

@@ -54,8 +54,8 @@ LIBRARY = Library(
         MatmulTarget(
             f"{MODULE}:matmul_lora", ">= 2026.9.7", TESTED,
             (MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")), ".libraries.unsloth.adapters:matmul_lora",
-            'linear layers with LoRA on few rows (short prompts), with enable(matmul="auto") only',
-            patch_copies=True, own=("matmul_lora",),
+            'linear layers with LoRA on few rows (short prompts), with enable(matmul="auto"); the size of each batch, for offload="auto"',
+            or_option="offload", patch_copies=True, own=("matmul_lora",),
         ),
     ),
     relays={
