@@ -5,7 +5,6 @@ CPU tensors stand in for CUDA, and the free memory is simulated. gpu/test_offloa
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from typing import Any
 
@@ -25,13 +24,11 @@ from offloaded import (
     train,
     with_lora_on_all,
 )
-from target import target_like
 from tiny_experts import CHECKPOINTING, adapters_of, ids_of, saved
 
 import nf4_patch
 from nf4_patch.activations.layers import activations
 from nf4_patch.cache.store import cache
-from nf4_patch.libraries.unsloth.adapters import matmul_lora
 from nf4_patch.memory import spare as memory
 from nf4_patch.nf4 import runtime
 from nf4_patch.offload import host_memory, planning, prefetch
@@ -242,32 +239,6 @@ def test_layers_are_given_back_and_taken_again(folder, patched, gpu, change, why
         found.append(torch.stack(training.losses))
     assert kept() == [1, 3, 5] or why == "MEMORY"
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("matmul", ["off", "auto"])
-@pytest.mark.parametrize(("offload", "seen"), [("auto", 2), ("all", 0)])
-def test_unsloths_linear_layers_report_the_batch(monkeypatch, matmul, offload, seen):
-    """Unsloth's function runs with its own arguments. test_offload_dense.py has trainings with Unsloth."""
-    row = dataclasses.replace(target_like("unsloth", "matmul_lora", "matmul"), or_option="offload")
-    calls: list[Any] = []
-    replaced = matmul_lora(row, lambda *args, **kwargs: calls.append((args, kwargs)))
-    observed: list[Any] = []
-    nf4_patch.enable(offload=offload, matmul=matmul)
-    monkeypatch.setattr(memory.spare, "observe", observed.append)
-    x, weight = torch.ones(1, 2, 8), torch.ones(4, 8)
-    given = [
-        ((x, weight, None, None, None, None), {}),
-        ((x, weight, None, None, None, None, None), {"use_global_buffer": False}),
-    ]
-    for args, kwargs in given:
-        replaced(*args, **kwargs)
-    assert observed == [x] * seen
-    assert all(
-        mine is theirs
-        for call, want in zip(calls, given, strict=True)
-        for mine, theirs in zip(call[0], want[0], strict=True)
-    )
-    assert [call[1] for call in calls] == [kwargs for _, kwargs in given]
 
 
 def test_a_larger_batch_finds_no_resident_copy_in_its_first_layer(folder, patched, gpu, monkeypatch):

@@ -125,21 +125,26 @@ load_4bit(folder, "cpu").save_pretrained(packed)
 check(want, "all", True, packed)
 print("steps", flush=True)
 
-# "auto": layers stay on the GPU from the third step on, and leave it before a larger batch.
+# "auto": layers stay on the GPU from the third step on, and leave it before a batch with longer sequences or more rows.
+SHAPES = [(2, 24)] * 4 + [(1, 48)] * 4 + [(2, 48)] * 4
 found = []
 for offload in ("off", "auto"):
     model, seen = model_of(offload), []
     room = 2 * max((block.size for block in host_memory.living()), default=0)
-    hooked = model.get_base_model().model.layers[0].post_attention_layernorm
+    hooked = model.get_base_model().model.layers[0].self_attn
     hooked.register_forward_hook(lambda *_, seen=seen: seen.append(prefetch.taken[CPU]))
     training = Training(model)
-    training.steps(4)
-    training.steps(1, tokens=48)
-    training.steps(3)
+    for shape in SHAPES:
+        ids = (torch.arange(shape[0] * shape[1]) * 7 % 96).view(shape)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.detach())
     found.append(result_of(training))
-assert seen == [0, 0, 0, room, 0, 0, 0, room] and counts().kept == 2, (seen, counts())
+assert seen == [0, 0, 0, room] * 3 and counts().kept == 2, (seen, counts())
 assert same_steps(*found)
-del model, training, hooked
+del model, training, hooked, loss
 assert freed()
 print("auto", flush=True)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ...matmul.product import FusedMatmul, multiplied_first, unsupported
-from ...memory.spare import spare
 from ...nf4 import runtime
 from ...nf4.weight import PackedWeight
 from ...patching import dequantizer
@@ -23,7 +22,7 @@ from ...patching.context import is_compiling
 from ...patching.counters import warn_once
 from ...patching.dequantizer import served
 from ...patching.reasons import Reason
-from ...patching.replacement import Function, replacement_of
+from ...patching.replacement import Function
 from ...patching.switch import switch
 from ...patching.target import Target
 from . import MODULE
@@ -118,27 +117,9 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
     return fused.of_state(X, W, quant_state, None, out)
 
 
-def matmul_lora(target: Target, original: Function) -> Function:
+@multiplied_first
+def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
-
-    With ``offload``, also report the size of ``X`` to the users of spare memory.
-    """
-    fused, matmul, offload = FusedMatmul(target.name), switch.gates["matmul"], switch.gates["offload"]
-
-    def attempt(X, W, W_quant, A, B, s, *others, **kwargs) -> Any:
-        if offload.on and spare.users:
-            spare.observe(X)
-        if not matmul.on:
-            return (functools.partial(original, X, W, W_quant, A, B, s, *others, **kwargs),)
-        return multiply_and_add(fused, X, W, W_quant, A, B, s, *others, **kwargs)
-
-    return replacement_of(target, original, fused.fallbacks, attempt, is_body=True, refuses=True)
-
-
-def multiply_and_add(
-    fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False
-) -> torch.Tensor | Reason:
-    """Return the result of ``matmul_lora``, or the Reason why Unsloth's has to run.
 
     A packed weight of shape [1, bytes] is not supported, because Unsloth computes X @ W without the transpose for it.
     """
