@@ -19,7 +19,7 @@ from host_memory import Cuda
 from offloaded import Training, all_in_host, counts, packed_of, same_steps, sizes_of
 from tiny_experts import adapters_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
-from unsloth.kernels import fast_lora, swiglu, utils
+from unsloth.kernels import fast_lora, utils
 from unsloth.models import llama
 
 import nf4_patch
@@ -52,9 +52,17 @@ vars(torch.cuda).update(
     mem_get_info=lambda *_: (GIB, GIB),
 )  # fmt: skip
 llama.is_bfloat16_supported, llama.FastLlamaModel.pre_patch = lambda: True, staticmethod(lambda: None)
-# Unsloth's formula of SwiGLU in compiled layers, in place of its kernels
+
+
+def swiglu_backward(dw, e, g):
+    """The formula of Unsloth's kernel: h, and the factors of the gradients of ``up_proj`` and ``gate_proj``."""
+    s = torch.sigmoid(e.float())
+    f = (s * e.float()).to(dw.dtype)
+    return f * g, dw * f, ((dw * g).float() * s * (1.0 + e.float() * (1.0 - s))).to(dw.dtype)
+
+
 fast_lora.swiglu_fg_kernel = lambda e, g: torch.nn.functional.silu(e.float()).to(g.dtype) * g
-fast_lora.swiglu_DWf_DW_dfg_kernel = swiglu._DWf_DW_dfg_traced
+fast_lora.swiglu_DWf_DW_dfg_kernel = swiglu_backward
 
 
 def attention(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
@@ -155,7 +163,9 @@ check(want, "all", True)
 assert not counters.fallbacks[DEQUANTIZE, Reason.DEFERRED]
 print("own kernel", flush=True)
 
-# Compiled layers read host memory, and are traced whole.
+# Compiled layers read host memory, and are traced whole. Older releases cannot be traced.
+if not getattr(fast_lora, "TRACE_LORA_FUNCTIONS", False):
+    sys.exit()
 utils._USE_NF4_KERNELS = False
 found = []
 for offload, compiled in (("off", False), ("all", True)):
