@@ -254,10 +254,7 @@ class Prefetch(dequantizer.Prefetch):
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Any]) -> Any:
         """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight has to be read where it is."""
-        try:
-            block = blocks.get(weight[0].data_ptr(), no_block)()
-        except (AttributeError, RuntimeError):  # the guards then name the Reason
-            return None
+        block = block_of(weight[0])
         if block is None or weight[0].requires_grad or watched() is not None:
             return None
         fingerprint = fingerprint_of(weight)
@@ -271,6 +268,17 @@ class Prefetch(dequantizer.Prefetch):
                 raise
         spare.give_back(Waits.OUT_OF_MEMORY)
         return prefetcher.read(weight, fingerprint, block, run)
+
+    def holds(self, packed: Tensor) -> bool:
+        return block_of(packed) is not None
+
+
+def block_of(packed: Tensor) -> HostBlock | None:
+    """Return the block that holds the packed bytes, or None if there is none or ``packed`` has no address."""
+    try:
+        return blocks.get(packed.data_ptr(), no_block)()
+    except (AttributeError, RuntimeError):  # the guards then name the Reason
+        return None
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:

@@ -72,10 +72,14 @@ class Prefetch:
     Importing offload/prefetch.py replaces the global ``prefetch``.
     """
 
-    on = False  # ``read`` is called only while this is True.
+    on = False  # ``read`` and ``holds`` are called only while this is True.
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
         """Return the result of ``run`` with the weight's copy on the GPU, or None if the weight is not in host memory."""
+
+    def holds(self, packed: Tensor) -> bool:
+        """Return whether the packed bytes are in host memory."""
+        raise NotImplementedError
 
 
 prefetch = Prefetch()

@@ -121,8 +121,8 @@ class Option(Variable):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the rows of TARGETS that name this option as ``option``, not as ``or_option``."""
-        return tuple(target for target in TARGETS if target.option == self.argument)
+        """Return the rows of TARGETS that name this option as ``option``, not as ``or_option``, and are ``required``."""
+        return tuple(target for target in TARGETS if target.option == self.argument and target.required)
 
     def word(self, text: str) -> str:
         """Translate "false" to "off". If only one value turns the option on, translate "true" to this value."""

@@ -47,6 +47,7 @@ class Target:
         rows: the largest row count that the function supports, if the fused matmul is timed against it.
         timed: the function that calls the original to time it, in the format of ``replace``. It takes the original,
             x [m, k], the PackedWeight and the QuantState.
+        required: whether the option needs the row. If not, the option also works without the row's library.
         computes: further library functions that the replacement computes itself, as "module:attribute".
     """
 
@@ -65,6 +66,7 @@ class Target:
     own: tuple[str, ...] = ()
     rows: int = 0
     timed: str = ""
+    required: bool = True
     computes: tuple[str, ...] = ()
 
     @functools.cached_property

@@ -29,6 +29,7 @@ from offloaded import (
     with_lora_on_all,
 )
 from tiny_experts import CHECKPOINTING, ids_of, saved
+from unsloth_releases import RELEASES, with_unsloth
 
 import nf4_patch
 from nf4_patch.cache.store import cache
@@ -342,6 +343,15 @@ def test_two_models_and_the_next_one(folder, gpu, patched):
     gc.collect()
     assert not gpu.pinned and not host_memory.blocks
     assert torch.equal(logits(model_of(folder)), want)
+
+
+@pytest.mark.full
+@RELEASES
+def test_unsloth(release, tmp_path):
+    """patching/test_own_kernel.py has the choice between Unsloth's kernel and the prefetch."""
+    said = with_unsloth(release, tmp_path, "offload_unsloth", tmp_path / "model").split("\n")
+    parts = ["steps", "auto", "own kernel", *["compiled"] * (release == "2026.10.9")]
+    assert [line for line in said if line in (*parts, "compiled")] == parts
 
 
 # --- bad input ---

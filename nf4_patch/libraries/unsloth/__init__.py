@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ...patching.target import Target
+from ...patching.target import ANY, Target
 from ...patching.targets import Library
 
 TESTED = ("2026.9.7", "2026.10.9")
@@ -56,6 +56,15 @@ LIBRARY = Library(
             (MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")), ".libraries.unsloth.adapters:matmul_lora",
             'linear layers with LoRA on few rows (short prompts), with enable(matmul="auto") only',
             patch_copies=True, own=("matmul_lora",),
+        ),
+        *(
+            Target(
+                f"unsloth.kernels.fast_lora:{name}.forward", ">= 2026.9.7", TESTED,
+                ANY, ".libraries.bitsandbytes.adapters:observed",
+                'the size of each batch, for offload="auto", with enable(offload=...) only',
+                option="offload", uncounted="it only observes", required=False,
+            )
+            for name in ("LoRA_QKV", "LoRA_W", "LoRA_MLP")
         ),
     ),
     relays={

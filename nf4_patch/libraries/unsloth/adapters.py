@@ -1,12 +1,14 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
 Newer releases of Unsloth have their own NF4 kernel, which runs in compiled calls. In eager calls, nf4_patch runs
-instead if the weight cache can serve the call, or if nf4_patch was measured to be faster on the machine's GPUs.
+instead if the weight cache can serve the call, if the weight is offloaded, or if nf4_patch was measured to be faster on
+the machine's GPUs.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from ...matmul.product import FusedMatmul, multiplied_first, unsupported
 from ...nf4 import runtime
 from ...nf4.weight import PackedWeight
+from ...patching import dequantizer
 from ...patching.context import is_compiling
 from ...patching.counters import warn_once
 from ...patching.dequantizer import served
@@ -37,11 +40,22 @@ OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel and read nothing from the weight "
     'cache. On a fast GPU, enable(graphs="auto") makes their training faster.'
 )
+BLOCK_COMPILE = "UNSLOTH_BLOCK_COMPILE"
+OFFLOAD_ADVICE = (
+    "nf4_patch: offload= prefetches for eager layers only. Unsloth from 2026.10 on compiles its layers, which read offloaded "
+    f"weights over the bus. To prefetch, set {BLOCK_COMPILE}=0"
+)
 
 
 def uses_own_kernel() -> bool:
     """Return whether Unsloth is imported and dequantizes with its own NF4 kernel."""
     return bool(getattr(sys.modules.get(MODULE), USES_OWN_KERNEL, False))
+
+
+def compiles_layers() -> bool:
+    """Return whether Unsloth's environment variables let it compile decoder layers."""
+    off = os.environ.get("UNSLOTH_COMPILE_DISABLE") in ("1", "partial")
+    return not off and os.environ.get(BLOCK_COMPILE) != "0"
 
 
 @functools.cache
@@ -57,19 +71,27 @@ def fast_dequantize(target: Target, original: Function) -> Function:
     nf4_patch's op through PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
+    offload = switch.gates["offload"]
 
     def adapter(serve, W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> Any:
         # A caller with these arguments only reads the result. Only Unsloth's backward passes a transposed weight.
         only_read = use_global_buffer or (quant_state is not None and W.shape[0] == 1)
         if has_own_kernel and uses_own_kernel():
-            is_cached = not is_compiling() and cache.on and only_read
-            if not is_cached and (is_compiling() or keeps_eager_calls()):
+            if is_compiling():
+                return Reason.DEFERRED
+            # Unsloth's kernel would read an offloaded weight over the bus, three times per step.
+            is_offloaded = dequantizer.prefetch.on and dequantizer.prefetch.holds(W)
+            if keeps_eager_calls() and not is_offloaded and not (cache.on and only_read):
                 return Reason.DEFERRED
         return serve(W, quant_state, out, use_global_buffer, only_read)
 
     def advise(config: object) -> None:
-        if cache.on and has_own_kernel and uses_own_kernel():
+        if not (has_own_kernel and uses_own_kernel()):
+            return
+        if cache.on:
             warn_once(f"nf4_patch: cache= serves eager layers. {OWN_KERNEL_ADVICE}")
+        if offload.on and compiles_layers():
+            warn_once(OFFLOAD_ADVICE)
 
     switch.follow(advise)
     replacement: Function = served(readers="unsloth.")(adapter)(target, original)
