@@ -389,6 +389,18 @@ def test_a_stack_that_was_left_in_16_bits_is_named_and_packed(qwen3, tmp_path, c
     same_stacks(model, stacks)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_experts_that_load_in_4bit_leaves_in_16_bits_are_named(skips, qwen3, caplog):
+    """A user who does not name the option hears of it, unless the experts are not wanted in 4 bits."""
+    folder, stacks = qwen3
+    with nf4_patch.enabled(), caplog.at_level(logging.WARNING, "nf4_patch"):
+        loaded(folder, quantization_config=in_4bit(llm_int8_skip_modules=[*SKIPPED, "experts"] if skips else SKIPPED))
+    messages = [record.getMessage() for record in caplog.records if loading.ENABLE in record.getMessage()]
+    assert len(messages) == (not skips)
+    size = sum(stack.nbytes for stack in stacks.values())
+    assert skips or f"{size / 1e9:.2g} GB in total" in messages[0]
+
+
 def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monkeypatch):
     monkeypatch.setattr(Bnb4BitHfQuantizer, "_dequantize", lambda self, model: model)
     with pytest.raises(RuntimeError, match=r"cannot replace .*Quantizer\._dequantize"):

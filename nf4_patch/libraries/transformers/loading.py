@@ -200,9 +200,15 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
         )
     if not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
-    if stacks and not on and switch.gates["offload"].on:
+    left = [] if on else [stack for name, stack in stacks.items() if is_wanted(load_config.hf_quantizer, name)]
+    if left:
+        size = sum(stack.nbytes for stack in left) / 1e9
+        moves = " offload moves only packed weights." * switch.gates["offload"].on
         logger.warning(
-            "nf4_patch: offload moves only packed weights. The experts stay in 16 bits on the GPU without %s", ENABLE
+            "nf4_patch: load_in_4bit leaves the experts in 16 bits, %.2g GB in total.%s To pack them, call %s before loading",
+            size,
+            moves,
+            ENABLE,
         )
     devices = device_of_stacks(model, load_config) if on else {}
     double = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
