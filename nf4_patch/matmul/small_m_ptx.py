@@ -141,8 +141,8 @@ class Cta:
         self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
         self.dependent = self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k
-        # The adapter's first launch starts this one when all launches before it have ended. So the weight can be read before
-        # the first launch ends, and its latency is hidden. X could be stale in a cache until then.
+        # lora_inner_kernel starts this kernel only after all earlier launches have ended. So the weight can be read while
+        # lora_inner_kernel still runs, which hides the latency. X is read after the wait, because a cache may hold older values.
         self.waits_late = self.dependent and self.adapter is not None
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         self.ranks, self.wide = (self.adapter.ranks, self.adapter.wide) if self.adapter else (0, False)
