@@ -33,6 +33,7 @@ from .option import ActivationsStatus
 
 SIZES = 64  # the most input sizes that are remembered per layer
 AGAIN = 16  # a layer is measured again at every AGAIN-th call
+FIRST_CALLS = 2  # calls with a size before CUDA graphs replace them; beside graphs, a layer recomputes in these calls
 # For up to this many rows, lora="fused" and matmul="auto" round differently without gradients than with gradients. The
 # forward of a reentrant checkpoint runs without gradients.
 FEW_ROWS = 128
@@ -96,6 +97,7 @@ class Record:
     def __init__(self) -> None:
         self.sizes: dict[InputSize, int] = {}  # bytes that the layer holds until its backward
         self.exact: set[InputSize] = set()  # sizes that were measured in a kept call, not in a recompute
+        self.eager: Counter[InputSize] = Counter()  # calls without graphs, by size
         self.calls = 0
         self.waiting = 0  # kept calls whose backward has not begun
         self.kind: type | None = None  # the layer's class at the last ``examine``; FSDP changes it
@@ -139,6 +141,7 @@ class Record:
         if len(self.sizes) > SIZES:
             smallest = min(self.sizes, key=lambda each: each[:2])
             del self.sizes[smallest]
+            self.eager.pop(smallest, None)
             self.exact.discard(smallest)
 
 
@@ -149,6 +152,7 @@ class Activations:
         self.records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
         self.owners = WeakIdKeyDictionary()  # the Record of the layer that a trained parameter belongs to, by parameter
         self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
+        self.in_graphs: Counter[int] = Counter()  # bytes of ``taken`` that CUDA graphs keep
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
         self.budget = 0  # bytes per device
         self.mode: str | int = "off"
@@ -170,6 +174,7 @@ class Activations:
 
     def add(self, device: int, size: int) -> None:
         """Count bytes that CUDA graphs keep."""
+        self.in_graphs[device] += size
         self.taken[device] = self.taken.get(device, 0) + size
         self.most[device] = max(self.most.get(device, 0), self.taken[device])
 
@@ -180,17 +185,29 @@ class Activations:
         self.most.clear()
         self.most.update({device: size for device, size in self.taken.items() if size})
 
-    def wants(self) -> int:
+    def wants(self, rest: int) -> int:
         """Return the most bytes that all layers of a GPU would hold together, with the largest layer counted twice.
 
-        The backward of a CUDA graph needs as much memory again as its layer.
+        The backward of a CUDA graph needs as much memory again as its layer. Return up to twice as much if it is at most
+        half of ``rest``, because lengths without graphs keep their activations beside the memory of the graphs.
         """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
             size = max(record.sizes.values(), default=0) + record.input_bytes
             wanted[record.device] += size
             largest[record.device] = max(largest[record.device], size)
-        return max((wanted + largest).values(), default=0)
+        every = max((wanted + largest).values(), default=0)
+        return max(every, min(2 * every, rest // 2))
+
+    def has_room(self, record: Record, size: InputSize, held: int) -> bool:
+        """Return whether a layer may keep ``held`` more bytes until its backward.
+
+        A call that graphs will replace soon leaves the memory to the graphs.
+        """
+        record.eager[size] += 1
+        if self.in_graphs[record.device] and record.eager[size] <= FIRST_CALLS:
+            return False
+        return self.taken.get(record.device, 0) + held <= self.budget
 
     def record_of(self, layer: nn.Module) -> Record:
         record = self.records.get(layer)
@@ -404,7 +421,7 @@ def kept(target: Target, original: Function) -> Function:
         record.input_bytes = max(record.input_bytes, waits)
         if why is None and (held is None or (activations.mode == "auto" and spare.waits)):
             why = Reason.ACTIVATIONS_WAITING
-        elif why is None and activations.taken.get(device, 0) + held + waits > activations.budget:  # type: ignore[operator]
+        elif why is None and not activations.has_room(record, size, held + waits):  # type: ignore[operator]
             why = Reason.ACTIVATIONS_BUDGET
         record.why, record.kept = why, 0
         if why is None:

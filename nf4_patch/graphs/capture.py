@@ -9,6 +9,7 @@ the parameters' autograd nodes belong to it. A capture forbids this.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,8 +42,17 @@ def precisions() -> tuple[Any, ...]:
     return torch.get_float32_matmul_precision(), torch._C._get_cudnn_allow_tf32()
 
 
+@functools.cache
+def settle_attention() -> None:
+    """Let PyTorch choose an attention backend. On some GPUs, its first choice in a process puts cuDNN first in the order."""
+    if torch.cuda.is_available():
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=DEVICE)
+        torch._fused_sdp_choice(x, x, x)
+
+
 def attention_backends() -> tuple[int, ...]:
     """Return the order in which scaled_dot_product_attention tries its backends, or () before PyTorch 2.6."""
+    settle_attention()
     getter = getattr(torch._C, "_get_sdp_priority_order", None)
     return tuple(getter()) if getter else ()
 

@@ -85,7 +85,7 @@ class Keeper:
         """Return whether a layer with ``held`` bytes of activations, and about as many in its backward, fits into the budget."""
         used = 0 if self.top() is None else self.generation.nbytes
         grows = max(used + 2 * held - self.counted, 0)
-        return activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
+        return not grows or activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
 
     def count(self, size: int) -> None:
         activations.add(self.recorder.device, size - self.counted)

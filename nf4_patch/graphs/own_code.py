@@ -37,13 +37,11 @@ OURS = __package__.partition(".")[0]
 @functools.cache
 def roots_of(package: str) -> list[str]:
     """Return the folders of a top-level package, or [] if no distribution installs it. An editable installation counts."""
-    module = sys.modules.get(package)
-    if package != OURS and package not in importlib.metadata.packages_distributions():
-        try:
-            importlib.metadata.distribution(package)
-        except (importlib.metadata.PackageNotFoundError, ValueError):
-            return []
-    return [*getattr(module, "__path__", ())]
+    try:
+        installed = package == OURS or importlib.metadata.distribution(package) is not None
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        installed = package in importlib.metadata.packages_distributions()  # slow, because it reads all distributions
+    return [*getattr(sys.modules.get(package), "__path__", ())] if installed else []
 
 
 @functools.cache
@@ -175,11 +173,15 @@ class Code:
         names, functions = {*CALLED}, dict.fromkeys(called)
         pending = [*CALLED, *[name for function in called for name in names_in(function.__code__)]]
         holders, known = [*self.spaces], {id(space) for space in self.spaces}
+        searched = {id(None)}  # ids of values in the holders
         names.update(pending)
         while pending:
             name = pending.pop()
             for holder in holders:
                 value = holder.get(name)
+                if id(value) in searched:
+                    continue
+                searched.add(id(value))
                 # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
                 if isinstance(value, ModuleType) and id(vars(value)) not in known and not is_of_torch(value.__name__):
                     known.add(id(vars(value)))
@@ -267,8 +269,13 @@ def hooks_on_activations() -> Iterator[list[str]]:
     found: list[str] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
-        if event in ("call", "c_call") and name in HOOKING:
+        if event == "c_call":
+            name = argument.__name__
+        elif event == "call":
+            name = frame.f_code.co_name
+        else:
+            return
+        if name in HOOKING:
             found.append(name)
 
     before = sys.getprofile()

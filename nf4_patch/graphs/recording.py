@@ -73,7 +73,8 @@ def key_of(call: LayerCall, keeps: bool) -> Any:
 
 
 def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer | Refused:
-    layer, fingerprint = call.layer, Fingerprint(call.layer)
+    layer = call.layer
+    fingerprint = graphs.fingerprint_of(layer) or Fingerprint(layer)
     if (refused := why_not_captured(layer, fingerprint)) is not None:
         return refused
     watching = [True]

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..patching.reasons import Reason
 from ..patching.targets import MODULES
 from .capture import GraphedLayer, trained_places
+from .fingerprint import Fingerprint
 from .kept import Generation, Keeper, KeptLayer
 from .option import GraphsStatus
 from .recorder import Recorder, give_back
@@ -84,6 +85,12 @@ class Graphs:
     def kept_recording(self, key: Any, layer: nn.Module) -> KeptLayer | None:
         found = self.kept.get(key)
         return None if found is None else found.get(layer)
+
+    def fingerprint_of(self, layer: nn.Module) -> Fingerprint | None:
+        """Return the fingerprint of a recording of the layer, if the layer has not changed since. To make a new one takes longer."""
+        every = [each.get(layer) for each in (*self.recordings.values(), *self.kept.values())]
+        found = next((graph.fingerprint for graph in every if graph is not None), None)
+        return found if found is not None and found.holds() and found.is_in_place() else None
 
     def has_room(self, key: Any) -> bool:
         """Return whether layers may be recorded for this key. Forget keys whose model or StaticCache was freed."""

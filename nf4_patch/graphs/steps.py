@@ -276,7 +276,7 @@ class Step:
             fingerprint = known.fingerprint  # the StaticCache or cached weights lie elsewhere
         elif self.observed is not None and self.observed[0] == key and self.observed[1].holds():
             fingerprint = self.observed[1]
-        elif known is not None:  # the model has changed
+        else:  # the model is new, or might have changed
             graphs.drop_outdated(model)
         self.left -= 1
         if self.left < 0:

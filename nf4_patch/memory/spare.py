@@ -43,7 +43,7 @@ def nobody() -> None:
     """Return None, as a weak reference to a freed tensor does."""
 
 
-def everything() -> int:
+def everything(_rest: int) -> int:
     return sys.maxsize
 
 
@@ -56,14 +56,14 @@ class User:
         allow: sets the budget in bytes per GPU. With 0, gives back all memory that can be freed now.
         taken: bytes held now, by device.
         most: the most bytes held since ``give_back``, by device. If None, ``taken`` is used instead.
-        wants: returns the most bytes per GPU that the user can use.
+        wants: returns the most bytes per GPU that the user can use, of this many bytes that are left.
     """
 
     rank: int
     allow: Callable[[int], None]
     taken: Mapping[int, int]
     most: Mapping[int, int] | None = None
-    wants: Callable[[], int] = everything
+    wants: Callable[[int], int] = everything
     share: int = 0  # the budget that the user got last
 
 
@@ -227,7 +227,7 @@ class Spare:
             return
         self.waits = False
         for user in self.users:
-            user.share = min(rest, user.wants())
+            user.share = min(rest, user.wants(rest))
             rest -= user.share
         next((user for user in reversed(self.users) if user.share), self.users[0]).share += rest
         # PyTorch's unused blocks are freed first. A cached weight could take part of a block that training needs whole.

@@ -341,7 +341,7 @@ def allow(budget: int) -> None:
         prefetcher.allow(budget)
 
 
-def wants() -> int:
+def wants(_rest: int) -> int:
     """Return the most bytes that were read from host memory on one GPU since ``allow``."""
     return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
 

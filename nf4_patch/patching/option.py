@@ -43,9 +43,12 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Format a size in bytes, for example as "6 GiB" or "1.5 GB". Round to three digits, unless one decimal is exact in some unit."""
+    """Format a size in bytes, for example as "6 GiB" or "1.5 GB".
+
+    Round to three digits, unless at most four digits before the point and one after it are exact in some unit.
+    """
     for unit, base in UNITS.items():
-        if size >= base > 1 and 10 * size % base == 0:
+        if 10_000 * base > size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
     for unit, base in UNITS.items():
         if size >= base and (base == 1 or "i" in unit):

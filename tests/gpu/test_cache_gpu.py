@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -111,6 +112,8 @@ def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
 
 @pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])
 def test_what_fits_without_auto_fits_with_it(first):
+    gc.collect()
+    torch.cuda.empty_cache()  # the program would take this process's memory for another training
     assert program("auto_cache", first, 50 if first else 10).stdout.split()[-1] == "auto"
 
 

@@ -519,7 +519,8 @@ def test_nothing_is_kept_alive():
         assert len(graphs.recordings) == 1
 
 
-def test_a_model_without_its_adapter():
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_model_without_its_adapter(batch):
     """After merge_and_unload(), the first call frees the old weights that recordings of other shapes and of training hold."""
     model = model_of()
     inner = model.get_base_model()
@@ -529,15 +530,15 @@ def test_a_model_without_its_adapter():
         for step in range(shapes.RECORDED_AT):
             graphed.loss_of(model, step, 24, use_cache=False).backward()
         model.gradient_checkpointing_disable()
-        for batch in (2, 3):
-            generated(model.eval(), batch=batch, length=4)
+        for rows in (2, 3):
+            generated(model.eval(), batch=rows, length=4)
         layers = layers_of(model)
         assert sum(layers[0] in found for found in graphs.recordings.values()) == 1 and len(graphs.recordings) == 3
         old = [weakref.ref(layers[0].mlp.up_proj), weakref.ref(layers[1].mlp.up_proj.base_layer.weight)]
         model.disable_input_require_grads()
         model.merge_and_unload()
         del model, layers
-        generated(inner.eval(), length=4)
+        generated(inner.eval(), batch=batch, length=4)
         gc.collect()
         assert [reference() for reference in old] == [None, None]
 

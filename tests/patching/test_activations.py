@@ -600,6 +600,16 @@ def test_a_size_that_was_not_measured_counts_as_the_next_larger_one():
     assert not record.exact  # the smallest was forgotten
 
 
+def test_calls_that_graphs_replace_next_leave_the_memory_to_the_graphs():
+    found, record, size = module.Activations(), module.Record(), module.InputSize(10, 10, ())
+    found.budget, record.device = 100, 7
+    found.add(7, 60)
+    assert [found.has_room(record, size, 40) for _ in range(3)] == [False, False, True]
+    assert not found.has_room(record, size, 41)
+    found.add(7, -60)
+    assert found.has_room(record, module.InputSize(10, 5, ()), 40)
+
+
 def test_bytes_that_graphs_keep_are_added_up_by_device():
     found = module.Activations()
     for device, size in [(2, 5), (2, 3), (0, 4), (2, -8)]:
@@ -724,10 +734,11 @@ def test_activations_come_first_and_the_cache_gets_the_rest(gpu):
     nf4_patch.enable(activations="auto", cache="auto")
     model = model_of()
     train(model, 4)
-    wanted = activations.wants()
+    wanted = activations.wants(0)
     assert activations.user.share >= wanted > MIB and cache.budget > 0
     assert activations.user.share + cache.budget <= gpu.total
-    assert abs(activations.user.share - wanted) < 0.3 * wanted
+    assert abs(activations.user.share - 2 * wanted) < 0.6 * wanted  # memory is plentiful
+    assert [activations.wants(part * wanted) for part in (2, 3, 9)] == [wanted, 3 * wanted // 2, 2 * wanted]
     assert nf4_patch.status().cache.budget == cache.budget
     nf4_patch.enable(cache="off")
     assert [user.rank for user in spare.users] == [0]
@@ -756,7 +767,7 @@ def test_the_budget_beside_a_cache_holds_all_layers(gpu, monkeypatch):
 def test_memory_that_others_hold_gives_way_too(gpu):
     """The pool of CUDA graphs is such memory. It joins as a user that wants nothing."""
     asked = []
-    user = User(2, asked.append, {}, wants=lambda: 0)
+    user = User(2, asked.append, {}, wants=lambda rest: 0)
     nf4_patch.enable(activations="auto")
     spare.join(user)
     try:

@@ -161,7 +161,7 @@ def test_layers_come_before_activations_and_the_cache(folder, patched, gpu):
 
 def test_what_layers_do_not_want_goes_to_activations(folder, patched, gpu, monkeypatch):
     model = model_of(folder, activations="auto")
-    monkeypatch.setattr(activations.user, "wants", lambda: 1000)
+    monkeypatch.setattr(activations.user, "wants", lambda rest: 1000)
     gpu.room = 9 * block_size(model)
     training = Training(model)
     training.steps(3)
