@@ -97,6 +97,18 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     assert str(Status(True, targets, shapes)) == shown and not hits
 
 
+def test_a_healthy_training_in_troubleshooting_is_what_status_prints():
+    from nf4_patch.patching.effects import Effect, line
+
+    (shown,) = re.findall(
+        r'  ```text\n(  lora="fused".*?)\n  ```', (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL
+    )
+    for row in shown.splitlines():
+        name, value, used, others = re.findall(r'(\w+)="(\w+)": ([\d,]+) of .*? calls(.*)', row)[0]
+        refused = {reason: int(count) for count, reason in re.findall(r"(\d+) x (\w+)", others)}
+        assert line(name, Effect(value, used=int(used.replace(",", "")), refused=refused)) == row.strip()
+
+
 @pytest.mark.parametrize("file", sorted(render_docs.DATA.glob("*.json")), ids=lambda file: file.name)
 def test_data_file_is_whole_and_named_by_its_command(file):
     patterns = {re.escape(name).replace("GPU", "(h200|h100)") for name in render_docs.sources()}

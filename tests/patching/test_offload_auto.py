@@ -159,6 +159,14 @@ def test_layers_come_before_activations_and_the_cache(folder, patched, gpu):
         assert prefetch.taken[CPU] == shares[0]
 
 
+def test_status_says_that_nothing_was_prefetched(folder, patched, gpu):
+    training, said = Training(model_of(folder, "all")), []
+    for _ in range(2):
+        said.append("nothing was prefetched" in str(nf4_patch.status()))
+        training.steps(1)
+    assert said == [True, False] and counts().fetches
+
+
 def test_what_layers_do_not_want_goes_to_activations(folder, patched, gpu, monkeypatch):
     model = model_of(folder, activations="auto")
     monkeypatch.setattr(activations.user, "wants", lambda rest: 1000)
