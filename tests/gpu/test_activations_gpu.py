@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from subprocess_python import program
@@ -95,3 +97,20 @@ def test_a_limit_is_kept(model):
 @pytest.mark.parametrize("options", [["activations"], ["activations", "cache"]], ids=" and ".join)
 def test_no_lack_of_memory_where_there_is_none_without_us(options):
     assert program("auto_cache", 0, 8, *options).stdout.endswith("auto\n")
+
+
+def test_sixteen_lengths_take_no_more_memory_than_the_longest(model):
+    def peak(lengths):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with nf4_patch.enabled(lora="fused", graphs="auto", activations="64GiB"):
+            for step, length in enumerate(lengths):
+                loss_of(model, batch(step, (2, length))).backward()
+            assert nf4_patch.status().graphs.shapes == len({*lengths})
+        return torch.cuda.max_memory_allocated() - before
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    alone = peak([1024] * 8)
+    assert peak([1024] * 2 + [*range(64, 1025, 64)] * 4) <= 1.15 * alone

@@ -120,3 +120,15 @@ def test_a_cache_directory_that_cannot_be_written():
     """,
         TRITON_CACHE_DIR="/proc/nowhere",
     )
+
+
+def test_the_first_attention_of_a_process_changes_no_key_of_graphs():
+    """On Hopper, PyTorch's first choice of an attention backend puts cuDNN first in the order."""
+    python("""
+        import torch
+        from nf4_patch.graphs.capture import Environment
+        before = Environment.current()
+        x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        assert Environment.current() == before
+    """)
