@@ -199,15 +199,16 @@ class Activations:
         every = max((wanted + largest).values(), default=0)
         return max(every, min(2 * every, rest // 2))
 
-    def has_room(self, record: Record, size: InputSize, held: int) -> bool:
-        """Return whether a layer may keep ``held`` more bytes until its backward.
+    def why_no_room(self, record: Record, size: InputSize, held: int) -> Reason | None:
+        """Return the Reason why a layer must not keep ``held`` more bytes until its backward, or None.
 
-        A call that graphs will replace soon leaves the memory to the graphs.
+        The first calls of a size leave the memory to the graphs that replace the next calls.
         """
         record.eager[size] += 1
         if self.in_graphs[record.device] and record.eager[size] <= FIRST_CALLS:
-            return False
-        return self.taken.get(record.device, 0) + held <= self.budget
+            return Reason.ACTIVATIONS_WAITING
+        fits = self.taken.get(record.device, 0) + held <= self.budget
+        return None if fits else Reason.ACTIVATIONS_BUDGET
 
     def record_of(self, layer: nn.Module) -> Record:
         record = self.records.get(layer)
@@ -421,8 +422,8 @@ def kept(target: Target, original: Function) -> Function:
         record.input_bytes = max(record.input_bytes, waits)
         if why is None and (held is None or (activations.mode == "auto" and spare.waits)):
             why = Reason.ACTIVATIONS_WAITING
-        elif why is None and not activations.has_room(record, size, held + waits):  # type: ignore[operator]
-            why = Reason.ACTIVATIONS_BUDGET
+        elif why is None:
+            why = activations.why_no_room(record, size, held + waits)  # type: ignore[operator]
         record.why, record.kept = why, 0
         if why is None:
             uses.hits += 1

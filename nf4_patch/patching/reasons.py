@@ -168,7 +168,10 @@ class Reason(enum.Enum):
         "another thread of the process might use the GPU, or draws random numbers on the host, while a layer would be captured",
         "use the GPU in one thread only, and put the functions of other threads into installed modules that do not import torch",
     )
-    ACTIVATIONS_WAITING = 'activations="auto" still observes two training steps, or has not measured yet how much memory the decoder layer needs'
+    ACTIVATIONS_WAITING = (
+        'activations="auto" observes two training steps, the layer\'s memory is not measured yet, or CUDA graphs soon replace calls of this'
+        " length"
+    )
     ACTIVATIONS_BUDGET = (
         "the memory that training leaves free, or the given size, has no room for the decoder layer's activations"
     )

@@ -604,10 +604,10 @@ def test_calls_that_graphs_replace_next_leave_the_memory_to_the_graphs():
     found, record, size = module.Activations(), module.Record(), module.InputSize(10, 10, ())
     found.budget, record.device = 100, 7
     found.add(7, 60)
-    assert [found.has_room(record, size, 40) for _ in range(3)] == [False, False, True]
-    assert not found.has_room(record, size, 41)
+    assert [found.why_no_room(record, size, 40) for _ in range(3)] == [Reason.ACTIVATIONS_WAITING] * 2 + [None]
+    assert found.why_no_room(record, size, 41) is Reason.ACTIVATIONS_BUDGET
     found.add(7, -60)
-    assert found.has_room(record, module.InputSize(10, 5, ()), 40)
+    assert found.why_no_room(record, module.InputSize(10, 5, ()), 40) is None
 
 
 def test_bytes_that_graphs_keep_are_added_up_by_device():
