@@ -189,7 +189,7 @@ class Activations:
         """Return the most bytes that all layers of a GPU would hold together, with the largest layer counted twice.
 
         The backward of a CUDA graph needs as much memory again as its layer. Return up to twice as much if it is at most
-        half of ``rest``, because lengths without graphs keep their activations beside the memory of the graphs.
+        a quarter of ``rest``, because lengths without graphs keep their activations beside the memory of the graphs.
         """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
@@ -197,7 +197,7 @@ class Activations:
             wanted[record.device] += size
             largest[record.device] = max(largest[record.device], size)
         every = max((wanted + largest).values(), default=0)
-        return max(every, min(2 * every, rest // 2))
+        return max(every, min(2 * every, rest // 4))
 
     def why_no_room(self, record: Record, size: InputSize, held: int) -> Reason | None:
         """Return the Reason why a layer must not keep ``held`` more bytes until its backward, or None.
