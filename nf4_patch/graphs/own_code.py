@@ -170,30 +170,35 @@ class Code:
         return [*self.plain, *[function() for function in self.closures]]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
-        names, functions = {*CALLED}, dict.fromkeys(called)
+        functions, names = dict.fromkeys(called), {*CALLED}
         pending = [*CALLED, *[name for function in called for name in names_in(function.__code__)]]
-        holders, known = [*self.spaces], {id(space) for space in self.spaces}
-        searched = {id(None)}  # ids of values in the holders
         names.update(pending)
+        holders, looked_up = [*self.spaces], list[str]()
+        searched = {id(None), *map(id, holders)}  # ids of namespaces, and of the values that were found in them
+
+        def search(value: Any) -> None:
+            if id(value) in searched:
+                return
+            searched.add(id(value))
+            # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
+            if isinstance(value, ModuleType):
+                if id(vars(value)) not in searched and not is_of_torch(value.__name__):
+                    searched.add(id(vars(value)))
+                    holders.append(vars(value))
+                    for each in looked_up:
+                        search(vars(value).get(each))
+                return
+            for function in functions_in(value):
+                if function not in functions:
+                    functions[function] = None
+                    new = {*names_in(function.__code__)} - names
+                    names.update(new)
+                    pending.extend(new)
+
         while pending:
-            name = pending.pop()
-            for holder in holders:
-                value = holder.get(name)
-                if id(value) in searched:
-                    continue
-                searched.add(id(value))
-                # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
-                if isinstance(value, ModuleType) and id(vars(value)) not in known and not is_of_torch(value.__name__):
-                    known.add(id(vars(value)))
-                    found = [v for each in names for v in functions_in(vars(value).get(each))]
-                else:
-                    found = [*functions_in(value)]
-                for function in found:
-                    if function not in functions:
-                        functions[function] = None
-                        new = {*names_in(function.__code__)} - names
-                        names |= new
-                        pending += new
+            looked_up.append(name := pending.pop())
+            for holder in [*holders]:
+                search(holder.get(name))
         return [*functions]
 
     def names(self, name: str) -> bool:

@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import bitsandbytes
 import pytest
 import test_graphed_layers as graphed
 import torch
@@ -186,6 +187,16 @@ def test_code_of_libraries_and_of_scripts():
     assert is_library(json.dumps) and is_library(LlamaModel.forward.__wrapped__) and is_library(compared) is False
     assert is_library(eval("lambda: 0", {"__name__": "__main__"})) is False
     assert is_library(graphed.REMOTE.Scaled.forward)
+
+
+def test_a_function_of_the_script_that_a_library_calls_through_a_module(monkeypatch):
+    """bitsandbytes calls this function as ``F.int8_vectorwise_dequant``, in a function that no ``forward`` names."""
+
+    def mine(*arguments):
+        raise NotImplementedError
+
+    monkeypatch.setattr(bitsandbytes.functional, "int8_vectorwise_dequant", mine)
+    assert "mine" in Fingerprint(layers_of(model_of())[0]).code.foreign
 
 
 @pytest.mark.full
