@@ -194,6 +194,7 @@ class Fingerprint:
                 and (not self.requiring or self.found_hooks_besides() == self.hooks_besides)
                 and all(map(is_, map(code_of, functions), self.codes))
                 and all(map(is_, map(defaults_of, functions), self.defaults))
+                and all(space.get(name) is value for space, name, value in self.code.bindings)
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
                 and all(attributes.get(name) is tensor for attributes, name, tensor in self.held)
                 and len(slots := [*found]) == len(self.slots)

@@ -155,6 +155,7 @@ class Code:
             space.setdefault("__warningregistry__", {})  # otherwise a module's first warning would add this later
         # PyTorch's parametrize counts in its globals how often its cache was opened.
         self.spaces: list[Any] = [*self.classes, *[s for s in distinct if s.get("__name__") not in COUNTING]]
+        self.bindings: list[tuple[dict[str, Any], str, Any]] = []  # callables that were found in other namespaces
         functions = self.reached(called)
         self.foreign = foreign(functions, attributes, {*map(id, configs)})
         self.codes = [function.__code__ for function in functions]
@@ -173,20 +174,24 @@ class Code:
         functions, names = dict.fromkeys(called), {*CALLED}
         pending = [*CALLED, *[name for function in called for name in names_in(function.__code__)]]
         names.update(pending)
-        holders, looked_up = [*self.spaces], list[str]()
-        searched = {id(None), *map(id, holders)}  # ids of namespaces, and of the values that were found in them
+        holders, looked_up, compared = [*self.spaces], list[str](), {*map(id, self.spaces)}
+        searched = {id(None)} | compared  # ids of namespaces, and of the values that were found in them
 
-        def search(value: Any) -> None:
+        def search(holder: Any, name: str) -> None:
+            value = holder.get(name)
+            if callable(value) and id(holder) not in compared:
+                self.bindings.append((holder, name, value))
             if id(value) in searched:
                 return
             searched.add(id(value))
             # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
             if isinstance(value, ModuleType):
-                if id(vars(value)) not in searched and not is_of_torch(value.__name__):
-                    searched.add(id(vars(value)))
-                    holders.append(vars(value))
+                inner = vars(value)
+                if id(inner) not in searched and not is_of_torch(value.__name__):
+                    searched.add(id(inner))
+                    holders.append(inner)
                     for each in looked_up:
-                        search(vars(value).get(each))
+                        search(inner, each)
                 return
             for function in functions_in(value):
                 if function not in functions:
@@ -198,7 +203,7 @@ class Code:
         while pending:
             looked_up.append(name := pending.pop())
             for holder in [*holders]:
-                search(holder.get(name))
+                search(holder, name)
         return [*functions]
 
     def names(self, name: str) -> bool:
