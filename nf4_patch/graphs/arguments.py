@@ -25,10 +25,10 @@ class Unsupported(Exception):
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """Describe a layer's arguments by a hashable value, which is part of a graph's key.
+    """Return a hashable description of a layer's arguments, which becomes part of a graph's key.
 
-    The value contains the layout of each tensor, but not the contents. Each tensor is appended to ``tensors`` once,
-    even if several arguments are the same tensor.
+    The description contains the layout of each tensor, but not the contents. Each distinct tensor is also appended to
+    ``tensors``.
 
     Raises:
         Unsupported: a graph cannot replay an argument. Graphs support plain values, tensors on the GPU, and tuples, lists
@@ -56,9 +56,9 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``replacements(tensor)``.
+    """Return a copy of the arguments in ``value``, with ``replacements(tensor)`` in place of each tensor.
 
-    Leave out ``num_items_in_batch`` (DROPPED), which the graph's key does not contain either.
+    The copy omits ``num_items_in_batch``, whose value changes at every step.
     """
     if isinstance(value, Tensor):
         return replacements(value)
@@ -70,7 +70,7 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 def flattened(value: Any) -> Any:
-    """Return a description of ``value`` that changes if an item in one of its lists or dicts is replaced or added."""
+    """Return nested lists with the id of each item in ``value``, so that a comparison finds replaced or added items."""
     if type(value) in (tuple, list):
         return [flattened(item) for item in value]
     if type(value) is dict:
@@ -91,9 +91,9 @@ class Slot:
         self.version = 0
 
     def load(self, tensor: Tensor) -> None:
-        """Copy the tensor into the buffer, unless the buffer already holds it.
+        """Copy the tensor into the buffer, unless the buffer already holds its contents.
 
-        All layers get the same masks and position embeddings in a step, so only the first layer copies them.
+        All layers of a step get the same masks and position embeddings, so only the first layer copies them.
         """
         if self.source() is tensor and self.version == tensor._version:
             return
@@ -103,7 +103,7 @@ class Slot:
         self.source, self.version = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
-        """Make the next ``load`` copy its tensor in any case."""
+        """Make the next ``load`` copy its tensor, even if the buffer already holds its contents."""
         self.source = lambda: None
 
 
@@ -112,10 +112,10 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Copy each tensor into a separate slot, and return the slots.
+    """Return one slot per tensor, loaded with the tensor.
 
-    A tensor gets the slot that already holds it, otherwise a slot whose last tensor was freed, otherwise a new slot.
-    New slots are added to ``slots``.
+    A slot that already holds the tensor is preferred, then a slot of the same layout whose last tensor was freed. Otherwise,
+    a new slot is made and added to ``slots``.
     """
     taken: list[Slot] = []
     for tensor in tensors:

@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
         """Describe a call of ``layer``.
 
         Raises:
-            Unsupported: some argument cannot be replayed.
+            Unsupported: a graph cannot replay one of the arguments.
         """
         tensors: list[Tensor] = []
         environment, config = Environment.current(), switch.config
@@ -79,7 +79,7 @@ class LayerCall(NamedTuple):
 
     @property
     def may_recompute(self) -> bool:
-        """Return whether graphs that keep no activations may run the call: in generation, or if the layer is checkpointed."""
+        """Return whether graphs that keep no activations may run the call. They may in generation, and if the layer is checkpointed."""
         return not self.trains or self.layer.gradient_checkpointing
 
 
@@ -97,9 +97,10 @@ def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
 
 
 def is_checkpointed_without_gradients(layer: Any) -> bool:
-    """Return whether the layer is checkpointed even without gradients. transformers then drops the cache of keys and values.
+    """Return whether transformers checkpoints the layer even without gradients, and therefore drops the cache of keys and values.
 
-    Older releases checkpoint every call in training mode. Newer ones checkpoint the layer's ``forward``, and only with gradients.
+    Older releases of transformers checkpoint every call in training mode. Newer releases checkpoint only calls with
+    gradients.
     """
     kind: Any = sys.modules[LAYERS].GradientCheckpointingLayer
     return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
@@ -157,7 +158,10 @@ def why_not_trained(layer: Any) -> Reason | None:
 
 
 def why_not_here() -> Reason | None:
-    """Return the Reason why graphs may not replace calls of any layer now, such as a mode or a hook on all modules, or None."""
+    """Return the Reason why no graph may replace a layer's call now, or None.
+
+    For example, a PyTorch mode is active, or there is a hook on all modules.
+    """
     if (watcher := context.watched()) is not None:
         return watcher
     collector: Any = sys.modules.get(COLLECTED)

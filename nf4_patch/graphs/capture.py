@@ -1,9 +1,9 @@
 """Capture a decoder layer as two CUDA graphs: the forward, and the recompute together with the backward.
 
 The second graph recomputes exactly what a checkpoint would. For this, the forward is captured under a non-reentrant
-checkpoint, or without gradients if the model uses a reentrant one. Both graphs read the parameters through detached
-aliases, which share the parameters' memory. Without aliases, autograd would synchronize with the training stream, because
-the parameters' autograd nodes belong to it. A capture forbids this.
+checkpoint, or without gradients if the model uses a reentrant one. Both graphs read the parameters through detached aliases,
+which share the parameters' memory. Without aliases, autograd would synchronize with the training stream, to which the
+parameters' autograd nodes belong. A capture forbids such a synchronization.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def precisions() -> tuple[Any, ...]:
 
 @functools.cache
 def settle_attention() -> None:
-    """Let PyTorch choose an attention backend. On some GPUs, its first choice in a process puts cuDNN first in the order."""
+    """Make PyTorch choose an attention backend once, because its first choice may change the order of the backends."""
     if torch.cuda.is_available():
         x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=DEVICE)
-        torch._fused_sdp_choice(x, x, x)
+        torch._fused_sdp_choice(x, x, x)  # on some GPUs, the first choice puts cuDNN first
 
 
 def attention_backends() -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def attention_backends() -> tuple[int, ...]:
 
 
 def flash_attention() -> Any:
-    """Return the name of the library whose flash attention replaces PyTorch's own, or None. Older PyTorch has no such setting."""
+    """Return the name of the implementation that replaces PyTorch's own flash attention, or None."""
     getter = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return getter() if getter else None
 
@@ -100,7 +100,7 @@ class Environment(NamedTuple):
     def entered(self) -> torch.autocast:
         """Return an autocast context with the settings of this Environment.
 
-        If any setting differed, Dynamo would recompile the compiled parts of the layer, or give up on them.
+        With any other settings, Dynamo would recompile the compiled parts of the layer, or give up on them.
         """
         return torch.autocast(DEVICE, self.dtype, self.autocast, self.caches)
 
@@ -143,7 +143,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Return the Place of each parameter of the layer that requires a gradient."""
+    """Return where the layer's modules hold each parameter that requires a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -154,21 +154,17 @@ def trained_places(layer: nn.Module) -> list[Place]:
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a new leaf tensor that shares the parameter's memory and version counter.
-
-    The leaf is an ``nn.Parameter``, because Dynamo would compile the layer again for a plain tensor. The leaf is made
-    with ``detach()``, because a leaf made with ``.data`` would have a separate version counter. The leaf has the parameter's
-    Python attributes, which the layer may read.
-    """
+    """Return a new leaf tensor that shares the parameter's memory and version counter, and has its Python attributes."""
+    # Dynamo would compile the layer again for a plain tensor. ``.data`` would have a version counter of its own.
     alias = nn.Parameter(parameter.detach())
     vars(alias).update(vars(parameter))
     return alias
 
 
 def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Insert padding after each tensor, so that each one begins at a multiple of 16 bytes after concatenation.
+    """Insert padding after each tensor, so that each tensor starts at a multiple of 16 bytes in the concatenation.
 
-    On a GPU, ``torch._foreach_norm`` adds in another order if a gradient is not aligned.
+    On a GPU, ``torch._foreach_norm`` would sum an unaligned gradient in a different order.
     """
     padded: list[Tensor] = []
     for tensor in tensors:
@@ -194,11 +190,9 @@ class Work:
         self.others: tuple[None, ...] | None = None  # if the layer returns a tuple: its results after the first
 
     def forward(self, recompute: bool = False) -> Tensor:
-        """Run the layer under a checkpoint. Return its first result.
+        """Run the layer under a checkpoint, and return its first result.
 
-        If the model uses a reentrant checkpoint, the forward runs without gradients and the recompute with gradients, as
-        without graphs. The two may round differently, because bitsandbytes, attention and compiled layers may choose other
-        kernels.
+        Under a reentrant checkpoint, the forward runs without gradients and the recompute with gradients, as in eager code.
         """
         task = self.task
 
@@ -219,10 +213,10 @@ class Work:
         return result
 
     def first_of(self, result: Any) -> Tensor:
-        """Return the first result of the layer, and keep the other results in ``others``.
+        """Return the first item of a layer's result, and store the other items in ``others``.
 
         Raises:
-            Refusal: another result is not None, or the first result is not a tensor with the shape of x.
+            Refusal: another item is not None, or the first item is not a floating-point tensor with the shape of x.
         """
         others = None
         if type(result) is tuple and result and all(other is None for other in result[1:]):
@@ -236,13 +230,12 @@ class Work:
     def backward(self, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
         """Compute the gradients of x and of the layer's parameters from the gradient of y.
 
-        Autocast is off, because it is also off in the thread in which autograd runs an eager backward.
-
         Returns:
-            The gradient of x, or None if x requires no gradient, and a list with one flat tensor per dtype. A flat
-                tensor contains the gradients of all parameters in ``used`` that have its dtype.
+            The gradient of x, or None if x requires no gradient, and a list with one flat tensor per dtype. A flat tensor
+                contains the gradients of all parameters in ``used`` that have its dtype.
         """
         inputs = [*([self.leaf] if self.leaf.requires_grad else []), *[self.aliases[index] for index in self.used]]
+        # Autocast is also off in the thread in which autograd runs an eager backward.
         with torch.autocast(DEVICE, enabled=False):
             found: list[Any] = list(
                 torch.autograd.grad(y, inputs, gradient, allow_unused=True, retain_graph=self.keeps)
@@ -254,7 +247,8 @@ class Work:
         return dx, [torch.cat(same) for same in flat]
 
     def recompute_and_backward(self, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Recompute the forward and return the result of ``backward``. A non-reentrant checkpoint recomputes inside the backward."""
+        """Recompute the layer's forward, and return the result of ``backward``."""
+        # A non-reentrant checkpoint recomputes inside the backward.
         return self.backward(self.forward(recompute=True) if self.task.is_reentrant else y, gradient)
 
     @property
@@ -277,10 +271,10 @@ class Work:
 
 
 def by_dtype(tensors: Sequence[Any], parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
-    """Sort tensors into lists, one list for each dtype of the parameters.
+    """Group tensors by the dtype of their parameters. Return one list per dtype.
 
     Args:
-        tensors: one tensor for each of ``parameters``, in the same order. The parameter's dtype decides the list.
+        tensors: one tensor for each of ``parameters``, in the same order.
     """
     return [
         [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if parameter.dtype is dtype]
@@ -293,7 +287,7 @@ def dtypes_of(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
 
 
 def not_pending() -> None:
-    """Return None, as a weak reference to a freed call does."""
+    """Return None. This is the value of ``GraphedLayer.pending`` while no call awaits its backward."""
 
 
 class GraphedLayer:
@@ -348,17 +342,17 @@ class GraphedLayer:
         self.shapes = [aligned(same) for same in shapes]
 
     def hold(self, work: Work, y: Tensor) -> None:
-        """Keep the forward's activations alive in subclasses with ``keeps``. Here, the second graph recomputes them."""
+        """Do nothing, because the second graph recomputes the activations. A subclass with ``keeps`` keeps them alive here."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)
         self.pins.clear()
 
     def record_forward(self, work: Any) -> Tensor:
-        """Record the layer's forward as ``first``. Return its result.
+        """Record the layer's forward as ``self.first``, and return the forward's result.
 
         Raises:
-            Refusal: the forward keeps more memory than its result.
+            Refusal: after the forward, more memory stays allocated than its result takes.
             torch.OutOfMemoryError: the GPU has no memory for the graph.
         """
         before, launches = self.recorder.allocated(), Launches()

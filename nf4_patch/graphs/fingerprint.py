@@ -1,4 +1,4 @@
-"""Detect whether a layer has changed so that its captured graphs are no longer valid."""
+"""Detect changes of a layer that make its captured graphs invalid."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def versions_of(tensors: list[Any]) -> list[int]:
 
 
 def nested(values: Any) -> Iterator[Any]:
-    """Yield the values, and the items of all lists, tuples, sets and dicts among them."""
+    """Yield the values, and recursively the items of all lists, tuples, sets and dicts among them."""
     for value in values:
         yield value
         if isinstance(value, (*CONTAINERS, tuple)):
@@ -53,7 +53,7 @@ def nested(values: Any) -> Iterator[Any]:
 
 
 def only_requires_gradient(hook: Any) -> bool:
-    """Return whether a hook only makes a result require a gradient. transformers adds such a hook with checkpointing."""
+    """Return whether the hook does nothing but call ``requires_grad_``, as transformers' hook for gradient checkpointing does."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_names == ("requires_grad_",)
 
@@ -152,7 +152,8 @@ class Fingerprint:
         self.addresses_of_scales = addresses_of(self.scales)
 
     def attributes_of(self, layer: nn.Module) -> dict[str, Any]:
-        """Return the layer's attributes that are compared with ==. Those in ``own`` are compared by identity."""
+        """Return the layer's attributes that ``holds`` compares with ``==``."""
+        # ``holds`` compares the attributes in ``own`` by identity.
         return {name: value for name, value in vars(layer).items() if name not in self.skipped}
 
     def found_hooks_besides(self) -> list[Any]:
@@ -169,7 +170,7 @@ class Fingerprint:
         return addresses_of(self.tensors) == self.addresses
 
     def is_outdated(self) -> bool:
-        """Return whether the layer has lost a module, parameter or buffer, which this record would keep alive."""
+        """Return whether this record keeps a module, parameter or buffer alive that the layer no longer has."""
         layer: Any = self.layer()
         now = [] if layer is None else [*layer.modules()]
         tensors = chain.from_iterable(map(dict.values, chain.from_iterable((m._parameters, m._buffers) for m in now)))
@@ -178,7 +179,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
-        The addresses of parameters and buffers are not compared, nor the contents of tensors on the GPU.
+        The addresses of parameters and buffers and the contents of tensors on the GPU may have changed.
         """
         layer = self.layer()
         if layer is None or any(self.empty):

@@ -18,15 +18,15 @@ from .refusal import Refusal
 def tensors_of(static_layer: Any) -> list[Tensor]:
     """Return the tensors that a StaticCache holds for one decoder layer.
 
-    These are the keys and the values, and in newer releases of transformers also the number of tokens. For a layer with linear
-    attention, they are the states in the layer's dicts.
+    For attention, these are the keys, the values and, in newer releases of transformers, the number of tokens. For linear
+    attention, they are the layer's states.
     """
     values = [each for v in vars(static_layer).values() for each in (v.values() if type(v) is dict else (v,))]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 class DecodeStep(Work):
-    """The forward of one layer, as the layer's graph records it in generation."""
+    """The forward of one layer in generation, as the layer's graph records it."""
 
     def __init__(self, task: Task, x: Tensor, buffers: list[Tensor]):
         self.task, self.x, self.buffers, self.leaves = task, x, buffers, []
@@ -38,9 +38,9 @@ class DecodeStep(Work):
             return self.first_of(task.function(task.static_cache, self.x, self.buffers))
 
     def run(self) -> list[Tensor]:
-        """Run the forward once, and note in ``written`` which layers of the static cache it writes.
+        """Run the forward once, and note in ``written`` the index of each layer of the static cache that the forward changed.
 
-        Return [], because no tensor gets a gradient.
+        Return an empty list, because no tensor gets a gradient.
         """
         with self.undone():
             self.forward()
@@ -51,6 +51,9 @@ class DecodeStep(Work):
         """Restore the static cache's number of tokens after the ``with`` block.
 
         The new keys and values stay in the static cache, because the first replay overwrites them with equal ones.
+
+        Raises:
+            Refusal: the ``with`` block changes an attribute of the static cache.
         """
         static_layers = self.task.static_cache.layers
         attributes = [{**vars(layer)} for layer in static_layers]

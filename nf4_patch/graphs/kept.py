@@ -1,9 +1,9 @@
 """Record a decoder layer without a recompute: the forward graph's activations stay in memory for the backward graph.
 
-All kept layers of a GPU share one memory pool. Their activations lie side by side in the pool, in the order in which
-the layers were recorded. A graph's temporary tensors may overlap the activations of *later* layers. So a layer may run
-only while no later layer's activations wait for their backward, as in ordinary training. In any other order, and while
-activations of another shape wait, a layer recomputes.
+All layers of a GPU that keep their activations share one memory pool. The activations lie side by side in the pool, in the
+order in which the layers were recorded. A graph's temporary tensors may overlap the activations of *later* layers. So a layer
+may run only while no later layer's activations wait for their backward, as in ordinary training. In any other order, and
+while activations of another shape wait, a layer recomputes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from .refusal import Refusal
 
 
 class Token:
-    """Replaces the layer's input among the tensors that autograd saves for a call, and is freed together with these."""
+    """Stands in for the layer's input among the tensors that autograd saves for a call.
+
+    Once autograd has freed the token, the call's activations are no longer needed.
+    """
 
 
 class Generation:
-    """A group of kept layers that were recorded one after another in one forward pass."""
+    """A group of layers with kept activations that were recorded one after another in one forward pass."""
 
     def __init__(self) -> None:
         self.size = self.nbytes = 0
@@ -40,7 +43,7 @@ class Generation:
 
 
 class Keeper:
-    """The memory of all kept layers of a GPU. Kept activations of different shapes share it."""
+    """The memory pool of one GPU for kept activations. Activations of different shapes share the pool."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -64,7 +67,7 @@ class Keeper:
         return top is None or (top.generation is self.generation and top.index == self.generation.size - 1)
 
     def continues(self, key: Any) -> bool:
-        """Return whether the latest waiting layer has the same key, and no layer was recorded after it."""
+        """Return whether the latest layer that waits for its backward has this key, and no layer was recorded after it."""
         top = self.top()
         return top is not None and top.key == key and self.is_open()
 
@@ -82,7 +85,10 @@ class Keeper:
         return self.generation
 
     def has_room(self, held: int) -> bool:
-        """Return whether a layer with ``held`` bytes of activations, and about as many in its backward, fits into the budget."""
+        """Return whether a layer with ``held`` bytes of activations fits into the budget.
+
+        The layer's backward is assumed to need as many bytes again.
+        """
         used = 0 if self.top() is None else self.generation.nbytes
         grows = max(used + 2 * held - self.counted, 0)
         return not grows or activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
@@ -98,7 +104,7 @@ class Keeper:
 
 
 class KeptWork(Work):
-    """The forward with gradients and the backward of a kept layer, as its two graphs record them."""
+    """The forward and the backward of a layer that keeps its activations, as its two graphs record them."""
 
     keeps = True
 
@@ -139,16 +145,16 @@ class KeptLayer(GraphedLayer):
         return top is None or (top.generation is self.generation and top.index < self.index)
 
     def began(self, token: Token) -> None:
-        """Note that a forward is about to write the layer's activations."""
+        """Note that a forward is about to write the layer's activations. They are needed until ``token`` is freed."""
         self.token = weakref.ref(token)
         self.keeper.waiting.append(weakref.ref(self))
 
     def may_backward(self) -> bool:
-        """Return whether no later layer's activations wait, and the memory that the backward reads is valid."""
+        """Return whether this layer is the latest one that waits for its backward, and the memory that the backward reads is valid."""
         return self.keeper.top() is self and self.fingerprint.is_in_place() and self.reads_valid_pins()
 
     def reset(self) -> None:
-        """Free the graphs now, or together with the call that still waits for its backward."""
+        """Free the graphs. If a call still waits for its backward, the graphs are freed together with this call."""
         self.alive = False
         if self.token() is None:
             super().reset()
@@ -176,7 +182,7 @@ def why_not_kept(call: LayerCall) -> Reason | None:
 
 
 def estimate_of(call: LayerCall) -> int | None:
-    """Return the most bytes that the layer's activations take, or None until eager calls have measured them."""
+    """Return an upper estimate of the bytes of the layer's activations, or None until eager calls have measured them."""
     return activations.record_of(call.layer).estimate(keeping.InputSize.of(call.x))
 
 
@@ -193,8 +199,8 @@ def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:
     """Return whether a layer can be recorded now as one that keeps its activations.
 
     Args:
-        was_recorded: whether the layer has such a recording already, which cannot be replayed now. It was recorded together
-            with other layers, so it is recorded again only right after one of them.
+        was_recorded: whether the layer already has such a recording, which cannot be replayed now. The layer is then
+            recorded again only right after another layer with the same key.
     """
     if keeper is None:
         return not was_recorded

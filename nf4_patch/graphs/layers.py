@@ -46,13 +46,13 @@ switch.follow(follow)
 
 
 def is_slow(device: int) -> bool:
-    """Return whether the profile "fast" leaves this GPU without graphs, because such a GPU does not wait for Python."""
+    """Return whether the profile "fast" uses no graphs on this GPU, because steps on older GPUs do not wait for Python."""
     config: Any = switch.config
     return device >= 0 and runtime.capability_of(device) < WAIT_FOR_PYTHON and "graphs" not in config.typed
 
 
 def observe(x: Any) -> None:
-    """Drop all graphs before a larger batch. Then update the budget of activations, which might drop graphs too."""
+    """Drop all graphs if x is larger than all earlier inputs. Then update the budget of activations, which might drop graphs too."""
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if activations.mode == "auto" and torch.is_grad_enabled():
@@ -91,10 +91,10 @@ def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Ref
 
 
 def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
-    """Count a call of a layer without graphs. Return why the layer must not be recorded in this call, or None.
+    """Count this call of a layer without graphs. Return why the layer must not be recorded in this call, or None.
 
     Args:
-        why: the Reason why the layer's graphs would recompute, or None.
+        why: the Reason why the layer's graphs would recompute, or None if they would keep the activations.
     """
     layer, key, device = call.layer, call.key, call.x.get_device()
     if (known := graphs.refusal(key, layer)) is not None:
@@ -112,7 +112,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
 
 
 def is_valid(graph: GraphedLayer, call: LayerCall) -> bool:
-    """Return whether the layer is unchanged and its graphs still read valid memory. Otherwise, drop these graphs."""
+    """Return whether the layer is unchanged and its graphs still read valid memory. If not, drop the graphs."""
     if cache.auto is not None:
         cache.auto.observe(call.x)  # before the check, because this call may free cached weights that the graph reads
     if graph.fingerprint.holds() and graph.is_in_place():
@@ -130,7 +130,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
     The replacement runs a decoder layer as CUDA graphs where it can. Otherwise ``original`` runs.
 
     Args:
-        layer_call: the library's own function, which is recorded.
+        layer_call: transformers' own function. The graphs record this function, not ``original``.
     """
     fallbacks = Fallbacks(target.name)
 

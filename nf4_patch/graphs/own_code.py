@@ -111,7 +111,7 @@ def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionT
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and the functions defined in it look up as globals or attributes."""
+    """Yield the names of all globals and attributes that a function uses. Functions defined inside it are included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -121,11 +121,11 @@ def names_in(code: CodeType) -> Iterator[str]:
 class Code:
     """The functions that a layer may run.
 
-    The search starts with the methods in CALLED, such as ``forward``, and with the modules' callable attributes. It looks up
-    every name that a found function uses, and so finds more functions.
+    The search starts with the modules' callable attributes and with their methods in CALLED, such as ``forward``. Each found
+    function leads to further functions, because the search looks up all names that it uses.
 
-    Names are looked up in ``spaces``, which are the classes of the layer's modules, the Python modules of these classes,
-    and ``torch.nn.functional``. If a config names attention or experts functions, their Python modules are searched, too.
+    Names are looked up in ``spaces``, which are the classes of the layer's modules, the Python modules of these classes, and
+    ``torch.nn.functional``. If a config names attention or experts functions, their Python modules are searched, too.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
@@ -167,7 +167,10 @@ class Code:
 
     @property
     def replaceable(self) -> list[Any]:
-        """The functions whose code or defaults a script or IPython's autoreload might replace. None for a function that was freed."""
+        """The functions whose code or defaults a script or IPython's autoreload might replace.
+
+        A function that was freed appears as None.
+        """
         return [*self.plain, *[function() for function in self.closures]]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
@@ -207,7 +210,7 @@ class Code:
         return [*functions]
 
     def names(self, name: str) -> bool:
-        """Return whether a function of the layer uses this name for a variable or an attribute, or as a string."""
+        """Return whether any of the layer's functions contains ``name`` as a variable, an attribute or a string."""
         return any(name in all_names(code) for code in self.codes)
 
 
@@ -245,9 +248,13 @@ def is_constant(value: Any) -> bool:
 
 
 def foreign(functions: list[FunctionType], attributes: list[Any], watched: set[int]) -> str:
-    """Describe script code among a layer's functions, or changeable state that one of its callable attributes holds, or return "".
+    """Return why the graphs of a layer would ignore changes of Python state, or "".
+
+    A reason is a function of the user's script, or an object in a callable attribute that may change.
 
     Args:
+        functions: all functions that the layer runs.
+        attributes: the callable attributes of its modules.
         watched: the ids of dicts whose contents the fingerprint compares.
     """
     for function in functions:
@@ -272,7 +279,7 @@ HOOKING = {"register_hook", "register_prehook", "retain_grad"}
 
 @contextlib.contextmanager
 def hooks_on_activations() -> Iterator[list[str]]:
-    """Yield a list that gets the name of each call in the ``with`` block that puts a hook on a tensor or an autograd node.
+    """Yield a list that collects the names of all calls in the ``with`` block that put a hook on a tensor or an autograd node.
 
     Autograd cannot list its hooks, so Python's profiler observes the calls.
     """

@@ -1,4 +1,4 @@
-"""Record GPU work as CUDA graphs. No other module of this folder knows that graphs are CUDA graphs.
+"""Record GPU work as CUDA graphs. The other modules of this folder use graphs only through ``Recorder``.
 
 In tests without a GPU, classes in tests/support/recorders.py stand in for ``Recorder``.
 """
@@ -62,7 +62,7 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 class Recorder:
-    """The memory pool, the streams and the random generator that all graphs of one GPU share."""
+    """A memory pool for graphs on one GPU, with the streams and the random generator that these graphs use."""
 
     # the highest peak of allocated memory so far, and the most bytes that a step needed beside this pool
     peak = rest = 0
@@ -105,15 +105,14 @@ class Recorder:
     ) -> tuple[Any, Result]:
         """Run ``work(*given)`` and record it. Return the Recording, and the result of the work.
 
-        Only the recorders of tests/support read ``before`` and ``keeps``.
-
         Args:
-            before: the Recording whose result is ``given``. The caller always replays ``before`` first.
+            before: the Recording whose result is ``given``. The caller always replays ``before`` first. Only the
+                recorders of tests/support read this argument and ``keeps``.
             keeps: whether the tensors that autograd saved stay allocated, so that another recording can run the backward.
 
         Raises:
             Refusal: the work cannot be recorded.
-            torch.OutOfMemoryError: the GPU has no memory for it.
+            torch.OutOfMemoryError: the GPU has no memory for the recording.
         """
         graph = torch.cuda.CUDAGraph()
         with self.repaired(), self.capturing(graph):
@@ -137,7 +136,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record the GPU work that the ``with`` block launches on the current stream as the CUDA graph ``graph``."""
+        """Record the GPU work of the ``with`` block on the current stream into ``graph``."""
         with own_casts():
             graph.capture_begin(self.handle, capture_error_mode="thread_local")
             try:
@@ -151,7 +150,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def repaired(self) -> Iterator[None]:
-        """If the ``with`` block raises an error, repair PyTorch's state and raise an error that the caller understands.
+        """If a capture in the ``with`` block fails, repair PyTorch's state. Raise a RuntimeError as one of these errors.
 
         Raises:
             Refusal: the capture failed, so the layer cannot be captured.
@@ -197,10 +196,7 @@ class Recorder:
             torch._C._cuda_releasePool(self.device, self.handle)
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor`` that does not keep the memory of ``tensor`` allocated.
-
-        Otherwise the graphs of other layers could not reuse this memory.
-        """
+        """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
         storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
@@ -216,17 +212,18 @@ class Recorder:
 
     @contextlib.contextmanager
     def leaving_enough(self, part: int = 0, held: int = 0) -> Iterator[None]:
-        """Check that the GPU has enough memory for the graphs and the rest of a step, before and after the ``with`` block.
+        """Check, before and after the ``with`` block records graphs, that the GPU has enough memory for a training step.
 
-        The ``with`` block records graphs. The rest of a step is assumed to need as much as the highest peak so far.
+        A step is assumed to need as much memory as PyTorch's peak so far.
 
         Args:
-            part: bytes of this peak that the graphs hold from now on. They are subtracted from the peak. The number is
-                negative if graphs hold tensors on the GPU that steps without graphs move to host memory.
-            held: bytes of earlier graphs that stay allocated. They are subtracted from a new peak, which includes them.
+            part: bytes of the peak that the graphs hold from now on. The check subtracts them from the peak. The number
+                is negative if graphs hold tensors on the GPU that eager steps move to host memory.
+            held: bytes of earlier graphs that are still allocated, and that a new peak includes. The check subtracts them
+                from the new peak.
 
         Raises:
-            torch.OutOfMemoryError: there would be too little memory.
+            torch.OutOfMemoryError: the GPU has too little memory.
         """
         self.check(part, held)  # A warm-up already takes memory that stays allocated, such as cuBLAS's workspace.
         before = memory(self.device, "reserved_bytes")
@@ -242,11 +239,11 @@ class Recorder:
 
     @staticmethod
     def require(device: int, taken: int = 0, rest: int | None = None) -> None:
-        """Check that the GPU has enough memory for graphs and the rest of a step.
+        """Check that the GPU has enough memory for graphs and the rest of a training step.
 
         Args:
-            taken: bytes of the graphs.
-            rest: bytes of the rest of a step, or None for the peak so far.
+            taken: bytes that the graphs take.
+            rest: bytes that a step needs besides the graphs, or None for PyTorch's peak so far.
 
         Raises:
             torch.OutOfMemoryError: the GPU has too little memory.
@@ -262,7 +259,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def synchronizations(self) -> Iterator[list[str]]:
-        """Yield a list, which gets the source lines at which this thread waits for the GPU inside the ``with`` block."""
+        """Yield a list that collects the source lines at which this thread waits for the GPU inside the ``with`` block."""
         before, found, thread = torch.cuda.get_sync_debug_mode(), list[str](), threading.get_ident()
 
         def show(message: Any, category: Any, filename: str, lineno: int, *others: Any, **options: Any) -> None:
@@ -282,12 +279,13 @@ class Recorder:
 
 
 def memory(device: int, kind: str, value: str = "current") -> int:
-    """Return a value of PyTorch's memory statistics, in bytes. ``torch.cuda.memory_stats`` would sort all statistics first.
+    """Return one of PyTorch's memory statistics, in bytes.
 
     Args:
         kind: for example "reserved_bytes".
         value: "current" or "peak".
     """
+    # torch.cuda.memory_stats would sort all statistics first.
     return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
 
 
@@ -305,9 +303,9 @@ def restore(generator: Any, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def modes_of_recording(differentiable: bool) -> Iterator[None]:
-    """Enter the modes in which layers are warmed up and recorded. The backward runs in this thread too.
+    """Enter the modes in which layers are warmed up and recorded.
 
-    A recorder's pool and its capture mode apply to one thread only.
+    The backward runs in this thread too, because a recorder's pool and its capture mode apply to one thread only.
     """
     with (
         quiet_garbage(),
@@ -321,9 +319,9 @@ def modes_of_recording(differentiable: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_casts() -> Iterator[None]:
-    """Keep the weights that autocast casts inside the ``with`` block apart from those that it casts outside.
+    """Clear autocast's cache of cast weights before and after the ``with`` block.
 
-    Autocast keeps a cast weight until the end of its outermost context. A graph would read this weight even later.
+    Autocast frees these weights at the end of its outermost context. A graph would read them even later.
     """
     torch.clear_autocast_cache()
     try:

@@ -47,7 +47,7 @@ def recorded(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
 
     Args:
         layer_call: the library's own function, which calls the layer.
-        keeps: whether the layer keeps its activations.
+        keeps: whether the graphs keep the layer's activations.
     """
     key = key_of(call, keeps)
     if (known := graphs.refusal(key, call.layer)) is not None:
@@ -116,10 +116,10 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
 
 
 def recorder_for(device: int, keeps: bool, trains: bool) -> tuple[Recorder, Keeper | None]:
-    """Return the GPU's recorder for training or decode steps, or the one of kept layers, with its Keeper.
+    """Return the GPU's recorder. If the graphs keep activations, return the Keeper and its own recorder.
 
     Raises:
-        torch.OutOfMemoryError: there is no recorder yet, and no memory for graphs of a training.
+        torch.OutOfMemoryError: training has no recorder yet, and the GPU has too little memory for graphs.
     """
     if trains and not (graphs.keepers if keeps else graphs.recorders).get(device):
         Recorder.require(
@@ -135,7 +135,7 @@ def recorder_for(device: int, keeps: bool, trains: bool) -> tuple[Recorder, Keep
 
 
 def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None) -> GraphedLayer | Refused:
-    """Record the layer's graphs, while the rest of a step still has enough memory.
+    """Record the layer's graphs, and check that the rest of a step still has enough memory.
 
     Raises:
         Refusal: the layer cannot be recorded.
@@ -160,7 +160,7 @@ def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None)
 
 
 def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
-    """Return the arguments of ``leaving_enough``."""
+    """Return ``part`` and ``held`` for ``Recorder.leaving_enough``."""
     if keeper is not None:
         nbytes = keeper.generation.nbytes
         return (0, nbytes) if call.layer.gradient_checkpointing else (nbytes, 0)
@@ -178,7 +178,11 @@ def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | No
 def why_not_replayed(
     module: nn.Module, fingerprint: Fingerprint, harmless: Function = lambda hook: False
 ) -> Refused | None:
-    """Return why no replay can replace a call of a layer or model, whatever the arguments are, or None."""
+    """Return why a graph can never replace a call of this layer or model, or None.
+
+    Args:
+        harmless: returns whether a replay may skip a given hook.
+    """
     if detail := fingerprint.code.foreign:
         return Refused(Reason.GRAPH_OWN_CODE, detail)
     if is_sharded(module, fingerprint):
@@ -217,10 +221,13 @@ def is_sharded(layer: nn.Module, fingerprint: Fingerprint) -> bool:
 
 
 def task_of(call: LayerCall, layer_call: Function, fingerprint: Fingerprint, watching: list[bool]) -> Task:
-    """Describe the capture of a call.
+    """Return the Task that captures the layer in this call.
+
+    Args:
+        watching: The Task looks for hooks on activations until this list is empty.
 
     Raises:
-        Refusal: the layer reads an argument that a graph drops.
+        Refusal: the layer reads ``num_items_in_batch``, which a graph drops.
     """
     if DROPPED in call.kwargs and fingerprint.code.names(DROPPED):
         raise Refusal(Reason.GRAPH_ARGUMENTS, f"the layer reads {DROPPED}, which changes at every step")
@@ -244,7 +251,10 @@ def task_of(call: LayerCall, layer_call: Function, fingerprint: Fingerprint, wat
 
 
 def noticing_hooks(function: Function, watching: list[bool]) -> Function:
-    """Make a Task's function raise a Refusal if the layer puts a hook on an activation, which a replay would not run."""
+    """Wrap a Task's function, so that it raises a Refusal if the layer puts a hook on an activation.
+
+    A replay would not run this hook.
+    """
 
     def noticed(*arguments: Any) -> Any:
         if not watching or runtime.is_capturing():

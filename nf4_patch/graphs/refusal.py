@@ -8,7 +8,10 @@ from ..patching.reasons import Reason
 
 
 class Refused(NamedTuple):
-    """The data of a Refusal, to be remembered. The exception itself would keep its frames alive, and with them the model."""
+    """The Reason and the detail of a Refusal.
+
+    They are stored in place of the exception, which would keep its frames alive, and with them the model.
+    """
 
     reason: Reason
     detail: str

@@ -59,7 +59,7 @@ class Call:
         """Return whether the kept activations are still valid for the layer's current parameters.
 
         Raises:
-            RuntimeError: the parameters were changed since the forward of a layer that is not checkpointed.
+            RuntimeError: the layer is not checkpointed, and its parameters were changed since its forward.
         """
         same = self.versions == [parameter._version for parameter in graph.parameters]
         layer: Any = graph.fingerprint.layer()
@@ -123,7 +123,7 @@ class Replay(context.PlainFunction):
 
 
 def is_intercepted(gradient: Tensor) -> bool:
-    """Return whether a mode or a transform sees every operation of a backward, for example under ``is_grads_batched``."""
+    """Return whether a PyTorch mode or a transform intercepts the operations of a backward, for example ``is_grads_batched``."""
     return context.watched(gradient) is not None
 
 
@@ -148,13 +148,13 @@ def replay_kept(graph: KeptLayer, call: Call, x: Tensor) -> Any:
 
 
 def replay_on_host(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
-    """Replay a layer whose input transformers' option ``offload`` keeps in host memory."""
+    """Replay a layer, and save its input in host memory until the backward, as transformers' option ``offload`` does."""
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         return replay(graph, call, x)
 
 
 def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
-    """Replay a layer in generation."""
+    """Replay a layer in generation. If all graphs were just dropped, return ``again()``."""
     with graph.recorder.lock:
         y = graph.forward(x, tensors) if graph.alive else None
     return result_of(graph, y) if y is not None else again()

@@ -1,7 +1,7 @@
-"""The graphs of the process, by layer and by kind of call.
+"""The graphs of the process, stored by layer and by the key of the call.
 
-A key describes a kind of call: the layout of the arguments, and the settings of autocast and of PyTorch's modes. Its last
-item is a weak reference to the StaticCache if the model generates, and None in training.
+A key contains the layout of the arguments, and the settings of autocast and of PyTorch's modes. Its last item is a weak
+reference to the StaticCache if the model generates, and None in training.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ ByLayer = weakref.WeakKeyDictionary
 
 
 def is_due(calls: int) -> bool:
-    """Return whether a layer is recorded at this eager call of a shape.
+    """Return whether a layer should be recorded at this eager call with a shape.
 
     The first attempt is at the third call. If the layer could not be recorded, or has changed since then, the next attempts
     are at its 6th, 12th, 24th ... eager call.
+
+    Args:
+        calls: the number of the layer's eager calls with the shape, including this one.
     """
     times, rest = divmod(calls, RECORDED_AT)
     return rest == 0 and times.bit_count() == 1
 
 
 class Stepping(threading.local):
-    """State of this thread: whether it runs a whole-model decode step. ``by`` is a weak reference to the running step."""
+    """Tells whether this thread runs a whole-model decode step. ``by`` is a weak reference to the running step."""
 
     by: Callable[[], Any] = staticmethod(
         lambda: None
@@ -87,13 +90,13 @@ class Graphs:
         return None if found is None else found.get(layer)
 
     def fingerprint_of(self, layer: nn.Module) -> Fingerprint | None:
-        """Return the fingerprint of a recording of the layer, if the layer has not changed since. To make a new one takes longer."""
+        """Return the fingerprint of an earlier recording of the layer if the layer is unchanged since then, else None."""
         every = [each.get(layer) for each in (*self.recordings.values(), *self.kept.values())]
         found = next((graph.fingerprint for graph in every if graph is not None), None)
         return found if found is not None and found.holds() and found.is_in_place() else None
 
     def has_room(self, key: Any) -> bool:
-        """Return whether layers may be recorded for this key. Forget keys whose model or StaticCache was freed."""
+        """Return whether layers may be recorded for this key. First free the graphs whose model or StaticCache was freed."""
         if key in self.recordings or key in self.kept:
             return True
         with self.lock:
@@ -109,7 +112,7 @@ class Graphs:
         found.setdefault(key, ByLayer())[layer] = graph
 
     def retire(self, generation: Generation) -> None:
-        """Drop all kept layers that were recorded together."""
+        """Drop the graphs of all layers that were recorded in ``generation``."""
         for layers in list(self.kept.values()):
             for layer, graph in list(layers.items()):
                 if graph.generation is generation:
@@ -120,7 +123,7 @@ class Graphs:
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
 
     def drop_outdated(self, model: nn.Module) -> None:
-        """Drop all recordings of a model and its layers that keep alive what it no longer has, for example after ``merge_and_unload``."""
+        """Drop those recordings of a model and its layers that keep removed parts alive, for example after ``merge_and_unload``."""
         with self.lock:
             for module in dict.fromkeys([model, *decoder_layers(model)]):
                 for layers in [*self.recordings.values(), *self.kept.values()]:
@@ -132,7 +135,7 @@ class Graphs:
                     layers.pop(module, None)
 
     def drop_oldest_step(self) -> None:
-        """Free the oldest graph of a whole decode step, so that there is a place for another one."""
+        """Free the oldest graph of a whole-model decode step, to make room for a new one."""
         oldest = next((key for key in self.recordings if key[0] == "step"), None)
         if oldest is not None:
             reset(self.recordings.pop(oldest))
@@ -182,9 +185,10 @@ class Graphs:
     # --- refusals ---
 
     def refusal(self, key: Any, layer: nn.Module) -> Refused | None:
-        """Return why a layer cannot be recorded, or None.
+        """Return why the layer cannot be recorded for this key, or None.
 
-        If the GPU had no memory for the graphs of one layer (GRAPH_MEMORY), no layer is recorded until that layer is freed.
+        If a layer was refused for lack of GPU memory (GRAPH_MEMORY), the refusal applies to all layers until that layer is
+        freed.
         """
         found = self.refusals.get(kind_of(key))
         if not found:
@@ -202,11 +206,11 @@ class Graphs:
         self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
 
     def is_due_again(self, key: Any, layer: nn.Module) -> bool:
-        """Return whether a layer may be recorded in this call. If the layer was put off, count the call."""
+        """Return whether the layer may be recorded in this call. If ``put_off`` has noted the layer, count the call."""
         return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
 
     def count(self, key: Any, layer: nn.Module) -> int:
-        """Count an eager call of a layer. Return the number of eager calls so far."""
+        """Count an eager call of the layer with this key. Return the number of such calls so far."""
         layers = self.calls[key] = self.calls.pop(key, ByLayer())
         if len(self.calls) > SEEN:
             self.calls.popitem(last=False)
@@ -216,7 +220,7 @@ class Graphs:
     # --- parameters ---
 
     def claim(self, layer: nn.Module) -> None:
-        """Note that the layer holds its trained parameters. Drop the graphs of other layers that hold one of them."""
+        """Store the layer as a holder of its trained parameters. Drop the graphs of all layers that share one of these parameters."""
         with self.lock:
             for _, _, parameter in trained_places(layer):
                 holders = self.holders.setdefault(parameter, weakref.WeakSet())
@@ -230,7 +234,7 @@ class Graphs:
     def is_shared(self, layer: nn.Module) -> bool:
         """Return whether the layer holds a trained parameter twice, or another layer holds it too.
 
-        Eager code adds each use to the running sum of the gradients. A replay returns the sum of its own uses, which rounds
+        Eager code accumulates the gradient of each use separately. A replay returns the sum over its own uses, which rounds
         differently.
         """
         parameters = [parameter for _, _, parameter in trained_places(layer)]
@@ -241,7 +245,7 @@ class Graphs:
         return any(id(p) in held for other in others for p in other.parameters())
 
     def uncount(self, key: Any, layer: nn.Module) -> None:
-        """Do not count the last eager call."""
+        """Undo the last ``count``."""
         self.calls[key][layer] -= 1
 
     def snapshot(self, mode: str) -> GraphsStatus:

@@ -1,7 +1,7 @@
-"""Sliding layers of transformers' StaticCache, which count their tokens on the host.
+"""Sliding-window layers of transformers' StaticCache, which count their tokens on the host.
 
-A sliding layer runs differently once its window is full. One graph serves all tokens until then, and another graph serves
-all later tokens. Each replay increases the number of tokens.
+A sliding layer runs differently once its window is full. So one graph is replayed before the window is full, and another
+graph afterwards. Each replay increases the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READERS = "get_seq_length", "get_mask_sizes"  # functions that return the number
 
 
 def length_of(static_layer: Any) -> int | None:
-    """Return the number of tokens that a layer of a StaticCache counts on the host, or None if it counts none."""
+    """Return the number of tokens that a layer of a StaticCache counts on the host, or None if the layer does not count there."""
     length = vars(static_layer).get(LENGTH)
     return length if isinstance(length, int) else None
 
@@ -30,10 +30,11 @@ def window_is_full(static_layer: Any) -> bool:
 
 
 def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Drop the oldest token of a full window and append one, without the library's copy of an index from the host."""
+    """Replace a sliding layer's ``update``. In a full window, drop the oldest token and append the new one."""
     if not window_is_full(static_layer) or key_states.shape[-2] != 1:
         return type(static_layer).update(static_layer, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
     static_layer.cumulative_length_int += 1
+    # transformers' own update copies an index from the host here, which a capture forbids.
     for held, new in ((static_layer.keys, key_states), (static_layer.values, value_states)):
         held.copy_(torch.cat((held[:, :, 1:], new.to(held.dtype)), dim=-2))
     return static_layer.keys, static_layer.values
@@ -41,7 +42,7 @@ def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any
 
 @functools.cache
 def rolls_alike(kind: Any) -> bool:
-    """Return whether ``roll`` gives the results of the installed transformers, by running both on a CPU."""
+    """Run ``roll`` and the installed transformers' ``update`` on a CPU. Return whether their results are equal."""
     try:
         theirs, ours = (kind(max_cache_len=3, sliding_window=3) for _ in range(2))
         for new in torch.arange(24.0).view(6, 1, 2, 1, 2):
@@ -59,9 +60,9 @@ def rolls_alike(kind: Any) -> bool:
 
 @contextlib.contextmanager
 def rolling(static_cache: Any) -> Iterator[list[str]]:
-    """Let full windows roll without a copy from the host inside the ``with`` block.
+    """Replace the ``update`` of full windows by ``roll`` inside the ``with`` block.
 
-    Yield a list that gets the names of the functions that read a window's length on the host.
+    Yield a list, to which each function that reads a window's length on the host adds its name.
     """
     read: list[str] = []
     sliding = [layer for layer in static_cache.layers if length_of(layer) is not None]

@@ -1,9 +1,9 @@
 """Run each decode step of transformers' ``generate()`` as one CUDA graph: embedding, layers, norm and head.
 
-``generate()`` asks a model whether the function that computes every token after the prefill may be compiled, and then
-asks for this function. A model that transformers does not compile, such as a quantized one, gets a ``Step`` here. A
-Step runs the first token eagerly and observes it, records the second token, and replays all others. If a step cannot be
-recorded, each decoder layer runs as a separate graph or eagerly, as without a Step.
+``generate()`` asks a model whether its decode steps may be compiled, and then asks for the compiled function. If transformers
+does not compile the model, for example because it is quantized, this module returns a ``Step``. A Step runs the first token
+eagerly and observes it, records the second token, and replays all others. If a step cannot be recorded, each decoder layer
+runs as a separate graph or eagerly, as without a Step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def valid_auto_compile_criteria(original: Function, model: Any, model_kwargs: An
 
 
 def compiled_call(original: Function, model: Any, compile_config: Any) -> Any:
-    """Replace ``PreTrainedModel.get_compiled_call``. Return a Step for the model in ``asked``."""
+    """Replace ``PreTrainedModel.get_compiled_call``. Return a Step for the model in ``asked``, else the original's result."""
     is_step, asked.model = asked.model() is model, Asked.model
     return Step(model) if is_step else original(model, compile_config)
 
@@ -94,7 +94,7 @@ def cache_in(arguments: dict[str, Any]) -> Any:
 
 
 def is_static(static_cache: Any) -> bool:
-    """Return whether this is a StaticCache whose layers are of known kinds."""
+    """Return whether this is a StaticCache with layers of the KINDS that graphs support."""
     caches: Any = sys.modules[STATIC_CACHES]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return False
@@ -122,7 +122,7 @@ class StepWork(Work):
 
 
 class Running:
-    """``Stepping.by`` refers to this object while a step runs."""
+    """Marks a running decode step. ``Stepping.by`` is a weak reference to this object."""
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def lengths_restored(static_cache: Any) -> Iterator[None]:
 
 
 def host_state(static_cache: Any) -> list[Any]:
-    """Return the host state of a StaticCache's layers without their numbers of tokens, and the ids of their tensors."""
+    """Return the attributes of a StaticCache's layers, except the number of tokens. Tensors are represented by their ids."""
     spaces = [{n: v for n, v in vars(layer).items() if n != LENGTH} for layer in static_cache.layers]
     spaces += [{**value} for space in spaces for value in space.values() if type(value) is dict]
     return [(name, id(v) if isinstance(v, (Tensor, dict)) else v) for space in spaces for name, v in space.items()]
@@ -209,7 +209,7 @@ class Step:
         return plan[0](*plan[1:])
 
     def refuse(self, refused: Refused) -> None:
-        """Count the Reason, and run no more steps of this ``generate()`` as graphs of whole steps."""
+        """Stop using graphs of whole decode steps in this ``generate()``, and count the Reason in ``refused``."""
         self.refused, self.graph, self.observed = True, None, None
         self.fallbacks.details[refused.reason] = refused.detail
         counters.fall_back(self.fallbacks.target, refused.reason, False, refused.detail)
@@ -262,9 +262,9 @@ class Step:
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
-        """Find or record the graph for ``self.key``. Return None if there is a graph now.
+        """Find or record the graph for ``self.key``, and return None.
 
-        Otherwise return the result of ``plan``: a function with its arguments, or a Reason.
+        If there is no graph, return the result of ``plan``: a function with its arguments, or a Reason.
         """
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)

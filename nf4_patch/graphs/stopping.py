@@ -1,8 +1,8 @@
 """Read the stop flag of ``generate()`` one token late, so that the host does not wait for the GPU at each token.
 
-transformers' ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this
-token. Here, it also runs if the decode steps are CUDA graphs. The random generator gets its state from before the
-dropped token, so later random numbers do not change.
+transformers' ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this token.
+This module also enables it if the decode steps are CUDA graphs. Afterwards, the random generator is reset to its state before
+the dropped token, so that later random numbers do not change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ AT_EACH_TOKEN = "prepare_inputs_for_generation", "_update_model_kwargs_for_gener
 
 
 class Sample:
-    """A call of ``_sample``.
+    """One call of transformers' ``GenerationMixin._sample``.
 
     Args:
-        is_plain: whether only the library's code gets the tokens, so that nobody sees the dropped one.
+        is_plain: whether only transformers' code reads the tokens, so that nobody sees the dropped one.
     """
 
     def __init__(self, is_plain: bool):
@@ -52,7 +52,12 @@ class Sample:
             self.steps += 1
 
     def finished(self, tokens: Tensor, prompt: int) -> Tensor:
-        """Return what ``_sample`` returned. If a token was dropped, give its random numbers and its memory back."""
+        """Return the tokens of ``_sample``. If a token was dropped, undo its random numbers and free its memory.
+
+        Args:
+            tokens: the result of ``_sample``.
+            prompt: the length of the prompt.
+        """
         if self.generator is None or tokens.shape[1] - prompt > self.steps:
             return tokens
         self.generator.set_state(self.before_step)
@@ -60,7 +65,7 @@ class Sample:
 
 
 class Current(threading.local):
-    """The innermost call of ``_sample`` in this thread. The reference is weak, because Ctrl-C may interrupt the cleanup."""
+    """Holds the innermost call of ``_sample`` in this thread."""
 
     sample: Callable[[], Sample | None] = staticmethod(lambda: None)
 
@@ -110,9 +115,9 @@ def sample(
 def is_supported(
     original: Function, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
 ) -> bool:
-    """Replace ``DeferredStopCheck.is_supported``.
+    """Replace ``DeferredStopCheck.is_supported``. Also return True for a model whose decode step is recorded.
 
-    A model without a recorded step is left alone, because its hooks, or code of the script, would see the dropped token.
+    In any other model, hooks or code of the script might see the dropped token.
     """
     if original(device, cache, cache_is_returned, is_assistant):
         return True

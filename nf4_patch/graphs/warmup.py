@@ -49,14 +49,14 @@ class HostGenerators:
 
 
 def others_draw(seconds: float) -> bool:
-    """Return whether another thread draws random numbers on the host while this one sleeps."""
+    """Sleep, and return whether another thread drew random numbers on the host meanwhile."""
     before = HostGenerators()
     time.sleep(seconds)
     return before.moved()
 
 
 class Marker:
-    """Metadata of an autograd node, which lives as long as the autograd graph."""
+    """An entry in the metadata of an autograd node. It is alive as long as the autograd graph."""
 
 
 class Leftovers:
@@ -107,7 +107,7 @@ def ancestors(result: Tensor) -> Iterator[Any]:
 
 
 class LayerState:
-    """Snapshot of a layer's attributes and buffers, and of static buffers' versions, taken before a run."""
+    """A snapshot of a layer's attributes and buffers before a run. It also holds the versions of the ``static`` buffers."""
 
     def __init__(self, layer: nn.Module, fingerprint: Fingerprint, static: Sequence[Tensor]):
         self.fingerprint, self.modules = fingerprint, list(layer.modules())

@@ -40,7 +40,7 @@ def layout_of(a: torch.Tensor) -> AdapterLayout:
 
 
 def span_of(k: int) -> int:
-    """Return how many of the ``k`` columns of x one part covers. The result is a multiple of COLUMNS."""
+    """Return the number of columns of x in each of the parts into which the first launch splits K."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
@@ -91,9 +91,9 @@ def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read ``factor``, which is A or B.
+    """Return whether the kernels can read ``factor``, which is the adapter's A or B.
 
-    It must be contiguous, 16-byte aligned and not lazily negated. Its storage must hold all its elements.
+    A readable factor is contiguous, 16-byte aligned and not lazily negated, and its storage holds all its elements.
     """
     return (
         factor.is_contiguous()
@@ -104,10 +104,7 @@ def is_readable(factor: torch.Tensor) -> bool:
 
 
 def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
-    """Return the constexpr arguments of the first launch's kernel for x [m, k].
-
-    DEPENDENT is not included, because it depends on the device.
-    """
+    """Return the constexpr arguments of the first launch's kernel for x [m, k], without DEPENDENT."""
     power = triton.next_power_of_2
     return {
         "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),
@@ -156,7 +153,7 @@ class LoraLaunch(MatmulLaunch):
         """Multiply x by the weight, and add the adapter's product.
 
         Args:
-            x: has the shape, dtype and device of the x that was passed to ``resolve``.
+            x: a tensor with the shape, dtype and device of the x that was passed to ``resolve``.
             a, b: A [rank, K] and B [N, rank], with the same layout as the A that was passed to ``resolve``.
                 ``is_readable`` must be True for both.
         """

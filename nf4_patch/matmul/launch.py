@@ -55,8 +55,8 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: maps a number of rows to a minimum number of elements of the weight. A minimum applies if X has more rows
-            than its key. The weight must satisfy all minimums that apply.
+        least: maps a number of rows to a number of elements. If X has more rows, the weight must have at least so many
+            elements.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 

@@ -48,8 +48,7 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
 def fake(x: Tensor, *fields: Any) -> Tensor:
     """Return an empty tensor with the shape and dtype of the op's result, for tracing with fake tensors.
 
-    If the kernels do not support the operands, return a bool tensor, as ``op.fake`` does. Its length is the index of
-    the Reason in ``op.REASONS``. ``traced`` reads the Reason from it.
+    If the kernels do not support the operands, return a bool tensor. Its length is the index of the Reason in ``op.REASONS``.
     """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)

@@ -50,7 +50,7 @@ RIVALS = {target.name: target for target in TARGETS if target.timed}
 
 
 def originals_for(m: int) -> dict[str, Callable[..., Any]]:
-    """Return the original functions, by name, that the fused matmul replaces in this process and that can multiply ``m`` rows."""
+    """Return the replaced library functions that can multiply ``m`` rows, by name."""
     entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
     return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
 
@@ -116,7 +116,7 @@ def measure(
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
     """Return the name of the config with the smallest median time, or "" if the config is not clearly faster.
 
-    It is clearly faster if its median is below every single time of the other functions by more than the fraction
+    The config is clearly faster if its median is below every single time of the other functions by more than the fraction
     ``MARGIN``.
 
     Args:

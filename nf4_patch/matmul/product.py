@@ -30,7 +30,7 @@ from .option import KERNELS
 
 
 class FusedMatmul:
-    """Runs the fused matmul for one target, and stores its launches."""
+    """Runs the fused matmul in place of one library function, and stores the launches."""
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
@@ -148,7 +148,7 @@ class FusedMatmul:
             return self.run(x, weight, bias, out)
 
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
-        """Call ``of_state`` if x has one row."""
+        """Multiply like ``of_state`` if x has one row. Otherwise return a Reason."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
@@ -190,7 +190,7 @@ def config_or_why_not(
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """Turn ``multiply`` into a factory of replacements, which the field ``replace`` of a Target can name (a decorator).
+    """Turn ``multiply`` into a factory of replacements, for the field ``replace`` of a Target. This function is a decorator.
 
     A replacement first calls ``multiply``. If ``multiply`` returns a Reason, the original function runs.
     """

@@ -1,4 +1,4 @@
-"""Divide the work of the fused matmul for up to 64 rows of X as a config says, and compile its kernels."""
+"""Divide the fused matmul of up to 64 rows of X among CTAs according to a config, and compile its kernels."""
 
 from __future__ import annotations
 

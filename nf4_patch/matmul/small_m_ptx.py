@@ -1,25 +1,25 @@
 """Generate the inline PTX of the fused matmul for few rows of X. The PTX is the code of one CTA for a given config.
 
-A CTA computes a part of ``out[M, N] = X[M, K] @ weight[N, K].T`` with the instruction ``mma.sync.m16n8k16``. The A
-operand of an mma is a tile of 16 rows of the weight, and the B operand is a tile of 8 rows of X. Accumulators are fp32.
-The weight and X are loaded from global memory directly into registers, not through shared memory.
+A CTA computes a part of ``out[M, N] = X[M, K] @ weight[N, K].T`` with the instruction ``mma.sync.m16n8k16``. The A operand of
+an mma is a tile of 16 rows of the weight, and the B operand is a tile of 8 rows of X. Accumulators are fp32. The weight and X
+are loaded from global memory directly into registers, not through shared memory.
 
 * A warp processes K in chunks of 256 elements, which are 128 bytes of a packed row. Per chunk, a lane loads two groups
   of 128 bits, or four groups of 64 bits, from each of its rows. A and B use the same permutation of K. The permutation
   is chosen so that a lane loads exactly the bytes that it needs for its part of the A operand.
-* Each byte holds two weights, which are decoded together. A table in shared memory has an entry for each value of a
-  byte, which holds two fp32 codes. There are 16 copies of the table. One ``dp4a`` computes the address of an entry
-  (byte * 128 + the start of the lane's copy), and one 64-bit load reads the entry. Each product code * scale is rounded
-  once, so the decoded weights are bit-identical to those of dequantize.
+* Each byte holds two weights, which are decoded together. A table in shared memory maps each value of a byte to two fp32
+  codes. There are 16 copies of the table. One ``dp4a`` computes the address of an entry (byte * 128 + the start of the
+  lane's copy), and one 64-bit load reads the entry. Each product code * scale is rounded once, so the decoded weights are
+  bit-identical to those of dequantize.
 * On Hopper and newer, a warp with two tiles of the weight decodes only one half of its rows with the table. It decodes
   the other half with byte permutes (byte_permutes.py), because the arithmetic units have time left.
 * The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
 * As soon as a group is decoded, the same group of a later chunk is loaded into the same registers.
 
-These are the bottlenecks, as measured with Nsight Compute on an H200. With up to 16 rows of X and no byte permutes, the
-L1 data pipe limits the speed. For 16 rows x 256 elements of the weight, a warp uses this pipe for 200 cycles, and 128
-of these cycles are table lookups. From 32 rows upwards, the latency of loads of X limits the speed, because these loads
-wait in the same pipe behind loads of the weight.
+These are the bottlenecks, as measured with Nsight Compute on an H200. With up to 16 rows of X and no byte permutes, the L1
+data pipe limits the speed. For 16 rows x 256 elements of the weight, a warp uses this pipe for 200 cycles, and 128 of these
+cycles are table lookups. From 32 rows upwards, the latency of loads of X limits the speed, because these loads wait in the
+same pipe behind loads of the weight.
 """
 
 from __future__ import annotations
@@ -237,7 +237,10 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """Start to load the packed words and scales of the first chunks, and X if it stays in registers and is ready."""
+        """Start to load the packed words and scales of the first chunks.
+
+        Also load X, if it stays in registers and no earlier kernel may still write it.
+        """
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
@@ -252,7 +255,7 @@ class Cta:
             self.keep_x("TABLE")
 
     def keep_x(self, end: str) -> None:
-        """If this warp has a chunk of K, load its part of X, which stays in registers."""
+        """Load this warp's part of X, which stays in registers. If the warp has no chunk of K, jump to the label ``end``."""
         self.emit(f"setp.ge.u32 p, chunk, stop; @p bra {end};")
         self.find_x()
         for b in range(self.groups):
@@ -429,10 +432,10 @@ class Cta:
             self.fetch_words(k, b)
 
     def decode(self, k: int, b: int) -> None:
-        """Decode group ``b`` of a chunk into the A operands of the mma.
+        """Decode group ``b`` of the chunk in register set ``k`` into the A operands of the mma.
 
-        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K.
-        The other two hold the same rows in the upper half.
+        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K. The
+        other two hold the same rows in the upper half.
         """
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
@@ -459,7 +462,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode like ``look_up``, but with byte permutes. These take as many instructions and do not read the table."""
+        """Decode like ``look_up``, but with byte permutes instead of the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
@@ -581,11 +584,10 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """Set a predicate for each group b, which is true if this lane's words of the group are within K.
+        """For each group b, set the predicate ``name`` + b, which is true if this lane's words of the group are within K.
 
         Args:
-            name: the predicates are called ``name`` + b.
-            also: "", or ", " and the name of a predicate that must be true as well.
+            also: "", or ", " and the name of another predicate that must be true as well.
         """
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
