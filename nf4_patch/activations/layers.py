@@ -60,7 +60,7 @@ class InputSize(NamedTuple):
 
 
 class Call:
-    """The activations of one call, from its forward to its backward. Only the autograd graph refers to it.
+    """The activations of one call, from its forward to its backward. Only the autograd graph refers to this object.
 
     The memory is counted as free when the backward begins, or when the graph is freed without a backward.
     """
@@ -121,9 +121,9 @@ class Record:
                     self.shares = other.shares = True
 
     def estimate(self, size: InputSize) -> int | None:
-        """Return the most bytes that the layer holds for an input of this size, or None if unknown.
+        """Return the most bytes that the layer holds until its backward for an input of this size, or None if unknown.
 
-        If this size was not measured, scale the bytes of each larger size by the number of rows. Return the smallest
+        If this size was not measured, scale the bytes of each larger size by the number of rows, and return the smallest
         result.
         """
         exact = self.sizes.get(size)
@@ -173,7 +173,7 @@ class Activations:
         self.owners.clear()
 
     def add(self, device: int, size: int) -> None:
-        """Count bytes that CUDA graphs keep."""
+        """Count ``size`` more bytes of activations that CUDA graphs keep, or fewer if ``size`` is negative."""
         self.in_graphs[device] += size
         self.taken[device] = self.taken.get(device, 0) + size
         self.most[device] = max(self.most.get(device, 0), self.taken[device])
@@ -186,10 +186,11 @@ class Activations:
         self.most.update({device: size for device, size in self.taken.items() if size})
 
     def wants(self, rest: int) -> int:
-        """Return the most bytes that all layers of a GPU would hold together, with the largest layer counted twice.
+        """Return how many bytes per GPU the activations can use, if ``rest`` bytes per GPU are left.
 
-        The backward of a CUDA graph needs as much memory again as its layer. Return up to twice as much if it is at most
-        a quarter of ``rest``, because lengths without graphs keep their activations beside the memory of the graphs.
+        The basis is the memory that all layers of a GPU hold together. The largest layer counts twice, because the backward of
+        its CUDA graph needs as much memory again. Up to twice this sum is useful, because sequence lengths without graphs keep
+        their activations beside the memory of the graphs. But such an increase is limited to a quarter of ``rest``.
         """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
@@ -200,9 +201,9 @@ class Activations:
         return max(every, min(2 * every, rest // 4))
 
     def why_no_room(self, record: Record, size: InputSize, held: int) -> Reason | None:
-        """Return the Reason why a layer must not keep ``held`` more bytes until its backward, or None.
+        """Count the call. Return the Reason why the layer must not keep ``held`` more bytes until its backward, or None.
 
-        The first calls of a size leave the memory to the graphs that replace the next calls.
+        If CUDA graphs will soon replace calls of this size, the memory is left to the graphs.
         """
         record.eager[size] += 1
         if self.in_graphs[record.device] and record.eager[size] <= FIRST_CALLS:
@@ -237,7 +238,7 @@ switch.follow(lambda config: activations.configure(switch.value("activations")))
 
 
 def held_elsewhere(device: int) -> int:
-    """Return the bytes that other users of spare memory hold, which must not be counted as the layer's."""
+    """Return the bytes that other users of spare memory hold, which must not be counted as activations."""
     return sum(user.taken.get(device, 0) for user in spare.users if user is not activations.user)
 
 
@@ -263,10 +264,9 @@ def uncheckpointed(function: Function, *args: Any) -> Any:
 
 
 def with_own_inputs(function: Function, *args: Any) -> Any:
-    """Call a layer so that the gradients of each input are added up inside the layer first, as a reentrant checkpoint does.
+    """Call ``function`` with views of its inputs, so that autograd first adds up the gradients of each input within the layer.
 
-    Other code might read the same input, such as a loss on ``output_hidden_states``. A sum in another order would round
-    differently.
+    A reentrant checkpoint does the same. If other code also reads an input, a sum in another order would round differently.
     """
     return function(*[x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args])
 
@@ -353,7 +353,7 @@ def measure(
 def is_cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a reentrant checkpoint would cut off gradients, or the layer might write to a list or dict.
 
-    Such a checkpoint returns gradients only for tensors in ``args``, and only if one of these requires a gradient.
+    A reentrant checkpoint returns gradients only for tensors in ``args``, and only if one of these requires a gradient.
     """
     others = [value for value in args if not isinstance(value, Tensor)] + [*kwargs.values()]
     if any(isinstance(value, (list, dict)) or any(t.requires_grad for t in tensors(value)) for value in others):
@@ -371,7 +371,10 @@ def why_not(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint | None, re
 
 
 def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint, record: Record) -> Reason | None:
-    """Do the work of ``why_not`` for a call in an ordinary forward, under a checkpoint that changes no dtype."""
+    """Return the Reason why this call of a layer has to run with its checkpoint, or None.
+
+    The caller has already excluded calls in a backward or under a PyTorch mode, and checkpoints that change the dtype.
+    """
     if checkpoint.saves_on_host or not checkpoint.preserves_rng:
         return Reason.ACTIVATIONS_CHECKPOINT
     if context.saved_tensors_hooks(False) is not None:

@@ -15,8 +15,8 @@ from .store import cache
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that the cache first drops its weak references to the tensor.
 
-    ``torch.utils.swap_tensors`` refuses tensors with weak references. Other modules might hold ``swap_tensors``, so the
-    function that it calls is replaced.
+    ``torch.utils.swap_tensors`` refuses tensors with weak references. Other modules might have imported ``swap_tensors``
+    already, so ``getweakrefs``, which it calls, is replaced instead.
     """
 
     def attempt(object: Any, /) -> Any:

@@ -68,9 +68,10 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Collect the cached weights that a CUDA graph capture on this stream reads. Cache no new weights on this stream.
+        """Yield a list that collects the cached weights that a CUDA graph capture on this stream reads.
 
-        The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights.
+        The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights. Inside the ``with`` block,
+        no new weights are cached on this stream.
         """
         try:
             self.pins = []
@@ -298,7 +299,7 @@ class Cache(dequantizer.Reader):
             self.settle()
 
     def drop_storage(self, number: int, resized: bool = False) -> None:
-        """Drop the weights decoded from this storage. If it is ``resized``, they are never cached again."""
+        """Drop the weights decoded from this storage. If the storage was ``resized``, these weights are never cached again."""
         record = self.storages.get(number)
         if record is None or record.reference.expired():
             return
@@ -345,10 +346,10 @@ class Cache(dequantizer.Reader):
 
 
 class StorageRecord:
-    """Record of a storage with packed bytes or scales of cached weights.
+    """A record of a storage with packed bytes or scales of cached weights.
 
-    Version counters miss some writes if a storage was resized with ``resize_`` (FSDP), or if two parameters share it.
-    Weights in such storages are not cached.
+    Version counters miss some writes if a storage was resized with ``resize_`` (FSDP), or if two parameters share it. Weights
+    in such storages are not cached.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
@@ -368,8 +369,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    Also return True on every side stream once Inductor's module for CUDA graphs is imported. torch.compile warms a graph up
-    on a side stream, and allocates this memory from the graph's pool.
+    Once Inductor's module for CUDA graphs is imported, return True on every side stream. There, torch.compile warms graphs up
+    with memory from the graph's pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

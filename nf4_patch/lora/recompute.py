@@ -18,10 +18,10 @@ NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return a list for the caller's Decision, and the forward's Decision for this call if this is a recompute, else None.
+    """Return a list, to which the caller appends its Decision, and the Decision that the caller has to repeat.
 
-    In a forward, the checkpoint's frame holds the list. If ``pack``, the current pack hook, does not belong to a
-    checkpoint, return None instead.
+    In a recompute, the second value is the forward's Decision for the same call. In a forward, it is None. If ``pack``, the
+    current pack hook, does not belong to a checkpoint, return None instead of the pair.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):

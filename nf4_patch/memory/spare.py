@@ -56,7 +56,7 @@ class User:
         allow: sets the budget in bytes per GPU. With 0, gives back all memory that can be freed now.
         taken: bytes held now, by device.
         most: the most bytes held since ``give_back``, by device. If None, ``taken`` is used instead.
-        wants: returns the most bytes per GPU that the user can use, of this many bytes that are left.
+        wants: returns how many bytes per GPU the user can use, given how many bytes are left.
     """
 
     rank: int
@@ -135,17 +135,17 @@ class Spare:
         self.stepped = True
 
     def observe(self, x: Any) -> None:
-        """Call ``observed`` so that its errors cannot interrupt the forward pass.
+        """Update the budget at the beginning of a forward pass. Errors are logged and do not interrupt the forward pass.
 
-        If the previous call had the same ``x``, do nothing before the next optimizer step. Such calls come from replaced
-        functions that call each other.
+        Replaced functions that call each other report the same ``x``. Such repetitions are ignored until the next optimizer
+        step.
         """
         if self.stepped or self.latest_input() is not x:
             self.attempt(self.observed, x)
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, x: Any) -> None:
-        """Update the budget. Read the batch size from the activations [..., length, features] that ``x`` is or contains."""
+        """Update the budget. The batch size is read from ``x``, which is or contains activations [..., length, features]."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
         if not self.users or not found or runtime.is_capturing():
             return
@@ -171,7 +171,7 @@ class Spare:
             self.look()
 
     def before_batch(self, features: int, rows: int, length: int) -> None:
-        """Give memory back, unless one earlier batch had at least as many rows and at least as long sequences.
+        """Give memory back, unless an earlier batch was at least as large, both in rows and in sequence length.
 
         Only batches with the same number of features are compared, because images and text differ in this number.
         """

@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return an attribute of an experts module, or the value in DEFAULTS."""
+    """Return a boolean attribute of an experts module, or the value in DEFAULTS if the module lacks the attribute."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
@@ -49,7 +49,7 @@ def kernels_or_reference(gradient: Tensor) -> Any:
 
 
 class Saved(torch.autograd.Function):
-    """Saves a tensor for the backward of ``Combined`` in a node whose forward runs before the down projection."""
+    """Saves a tensor for the backward of ``Combined`` in an autograd node that runs before the down projection."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Return silu(gate) * up, [rows, inner], and rows + addend, [rows, 2 * inner]. gate and up are the halves of rows + addend.
+    """Return silu(gate) * up, [rows, inner], and total = rows + addend, [rows, 2 * inner], whose halves are gate and up.
 
-    Only rows + addend is saved. It is also a result, so that autograd can differentiate the backward.
+    Only the total is saved for the backward. It is also a result, so that autograd can differentiate the backward.
     """
 
     @staticmethod
@@ -139,14 +139,13 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """Multiply the gradient of the down projection's input by the router's weights.
+    """Multiply, in the backward, the gradient of the down projection's input by the router's weights.
 
-    The projection is linear, so the weights can multiply this gradient instead of the output's gradient. The output
-    then need not be saved, and the recompute of a checkpoint stops before the projection.
+    The projection is linear, so this has the same effect as multiplying the output's gradient. The output then need not be
+    saved, and the recompute of a checkpoint stops before the projection.
 
-    The forward returns its input twice. The first result feeds the frozen projection, and the weights multiply its
-    gradient. The second result feeds LoRA. The weights do not multiply its gradient again, because ``products`` already
-    multiplied LoRA's product.
+    The forward returns its input twice. The first result feeds the frozen projection, and the weights multiply its gradient.
+    The second result feeds LoRA. Its gradient is not multiplied, because ``products`` already multiplied LoRA's product.
     """
 
     @staticmethod
@@ -166,9 +165,9 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows.
 
-    ``Weighted`` applies the weights to the gradient. A recompute ends at the last saved tensor, and should end before
-    the down projection. So under a checkpoint, ``Combined`` saves no tensor. The backward then reads slot_of from
-    ``Saved``, whose result is the argument ``saved``.
+    The backward does not multiply by the weights, because ``Weighted`` does. Under a checkpoint, this node saves no tensor,
+    so that the recompute stops before the down projection. The backward then reads slot_of from the node ``Saved``, whose
+    result is ``saved``.
     """
 
     @staticmethod
@@ -192,12 +191,12 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the product with each row's frozen weight plus bias, and the product with its LoRA factors or None.
+    """Return the product of each row with its frozen weight, plus bias, and its product with the LoRA factors, or None.
 
     Args:
         x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. They multiply LoRA's product here,
-            the frozen product in ``Combined``, and the gradient through the frozen product in ``Weighted``.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. They multiply LoRA's product
+            here. ``Combined`` multiplies the frozen product.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -305,7 +304,7 @@ def normed(module: Any, rows: Tensor) -> Tensor:
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the module computes silu(gate) * up, as the kernels of ``Gated`` do, with gate as the first half."""
+    """Return whether the module computes silu(gate) * up, with gate as the first half, like the kernels of ``Gated``."""
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
     gate, library = getattr(module._apply_gate, "__func__", None), sys.modules[EXPERTS]

@@ -75,9 +75,9 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width]. gate and up are the halves of rows + addend.
+    """Return silu(gate) * up, [n, width], and total = rows + addend, [n, 2 * width], whose halves are gate and up.
 
-    Without ``addend``, the second result is ``rows`` itself, not a copy.
+    Without ``addend``, the total is ``rows`` itself, not a copy.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)

@@ -107,8 +107,8 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
 def frees_saved_tensors() -> bool:
     """Return whether tensors that autograd saves now are freed soon, because a checkpoint's forward or recompute runs.
 
-    PyTorch calls only the innermost hooks on saved tensors. Hooks such as those of ``save_on_cpu`` keep the tensors, so
-    the result is then False.
+    Return False if other hooks on saved tensors are innermost, such as those of ``save_on_cpu``, because they keep the
+    tensors.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -162,10 +162,10 @@ class ExpertWeight(NamedTuple):
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x [rows, in] by the weight of the row's expert, with LoRA and bias. Decode only these experts.
+        """Multiply each row of x [rows, in] by the weight of the row's expert, with LoRA and bias.
 
         Args:
-            experts: int64 [rows], the expert of each row.
+            experts: int64 [rows], the expert of each row. Only these experts are decoded.
         """
         weight = self.stack[experts]
         if self.lora is not None:

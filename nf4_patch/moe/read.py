@@ -26,7 +26,7 @@ FUNCTIONS = MODULES["4-bit functions"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """The bytes and the QuantState of a packed stack, with the Dequantizer that decodes it and counts."""
+    """The bytes and the QuantState of a packed stack, with the Dequantizer that decodes the stack and counts the reads."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -76,7 +76,7 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer, decode=self.decode)
 
     def has_whole_experts(self) -> bool:
-        """Return whether each expert consists of whole bytes, whole blocks and, if nested, whole second-level blocks."""
+        """Return whether each expert consists of whole bytes and whole quantization blocks, also of the second level if nested."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(

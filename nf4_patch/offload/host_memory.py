@@ -37,7 +37,7 @@ class Cuda:
     handle = staticmethod(runtime.current_stream)
 
     def register(self, host: Tensor, device: torch.device) -> str:
-        """Pin memory and map it into the address space of every GPU. Return the error, or ""."""
+        """Pin memory and map it into the address space of every GPU. Return the error as text, or "" on success."""
         cudart, same = torch.cuda.cudart(), ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
@@ -51,10 +51,7 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory.
-
-        This would break a CUDA graph capture, so during a capture the memory waits for the next call of this method.
-        """
+        """Unpin memory. During a CUDA graph capture, which this would break, the memory waits for the next call of this method."""
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()
@@ -102,7 +99,7 @@ class HostBlock:
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in the block, or ``tensor`` itself if there is no room."""
+        """Copy ``tensor`` into the block and return the copy. If the block has no room, return ``tensor`` itself."""
         destination = self.host[self.size : self.size + tensor.nbytes]
         if destination.nbytes < tensor.nbytes:
             return tensor
@@ -150,7 +147,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def no_block() -> None:
-    """Return None, as a weak reference to a freed block does. It stands for "no block"."""
+    """Return None. This function stands for "no block", where otherwise a weak reference to a block is stored."""
 
 
 def living() -> list[HostBlock]:

@@ -14,7 +14,7 @@ from ..patching.option import Option, size_in_words
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """Part of ``status()`` for one GPU: the models with packed weights in host memory."""
+    """The part of ``status()`` about packed weights in host memory, for one GPU."""
 
     resident: int = 0  # bytes of packed weights of layers on the GPU, including prefetch buffers and resident copies
     in_host: int = 0  # bytes of packed weights in host memory

@@ -37,15 +37,19 @@ def layer_of(full_name: str) -> str:
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Return the bytes of a packed weight and its absmax, for quantization blocks of 64 and nested groups of 256 blocks."""
+    """Return the bytes of a packed weight and its scales, with quantization blocks of 64 elements.
+
+    With ``nested``, the scales are 8-bit, and each group of 256 scales has an fp32 scale.
+    """
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Return for each layer whether it stays on the GPU. Those that stay take at most ``budget`` bytes, and are spread evenly.
+    """Return for each layer whether it stays on the GPU. The layers that stay take at most ``budget`` bytes.
 
-    While such a layer computes, the copy of an offloaded layer has time to finish.
+    These layers are spread evenly over the model. While one of them computes, the copy of the next offloaded layer has time
+    to finish.
     """
     total, share, stays = sum(sizes), 0, []
     for size in sizes:
@@ -58,7 +62,8 @@ def spread(sizes: Sequence[int], budget: int) -> list[bool]:
 def free_memory(root: Path = Path("/")) -> float:
     """Return how many bytes of host memory this process may still use, or infinity if unknown.
 
-    It is the smallest of MemAvailable and each cgroup's limit minus its memory in use, without inactive page cache.
+    The result is the smallest of MemAvailable and, for each cgroup, the limit minus the memory in use. Inactive page cache
+    does not count as memory in use.
     """
     found = float("inf")
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -92,7 +97,7 @@ def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
         weights: (full name, device, packed bytes) of each weight that will be packed.
 
     Raises:
-        ConfigError: the size is too small for the two prefetch buffers.
+        ConfigError: the option's size is too small for the two prefetch buffers.
         MemoryError: the layers need more host memory than is free or can be pinned.
     """
     planned: dict[torch.device, Counter[str]] = {}

@@ -47,7 +47,7 @@ class Buffer:
         self.views: dict[tuple[Any, ...], list[Tensor | None]] = {}
 
     def copy_of(self, weight: PackedWeight, reference: Reference, block: HostBlock) -> PackedWeight:
-        """Return the weight with this buffer's copies of those tensors that the block holds."""
+        """Return ``weight`` with this buffer's copies in place of the tensors that are in ``block``."""
         tensors: tuple[Tensor | None, ...] = weight[:3]
         key = reference, weight[0].shape, *(None if each is None else each.data_ptr() for each in tensors)
         views = self.views.get(key)
@@ -132,7 +132,7 @@ class Prefetcher:
         return self.buffers[1].block is reference or self.resident.get(reference) is not None
 
     def keep(self, reference: Reference, block: HostBlock) -> None:
-        """Copy the block to the GPU, and keep the copy as resident.
+        """Make a copy of the block on the GPU that stays there as its resident copy.
 
         Args:
             reference: the weak reference to ``block`` that is its key in ``resident``.
@@ -161,7 +161,7 @@ class Prefetcher:
             self.seen.clear()
 
     def read_blocks(self) -> list[HostBlock]:
-        """Return the blocks that were read since ``allow``. An idle model gets no memory."""
+        """Return the blocks that were read since the last ``allow``, so that an idle model gets no memory."""
         return [block for reference in list(self.seen) if (block := reference()) is not None]
 
     def free_resident(self, freed: bool = False) -> None:
@@ -213,7 +213,7 @@ class Prefetcher:
         self.late += not ahead
 
     def refresh(self, buffer: Buffer, weight: PackedWeight, block: HostBlock) -> None:
-        """Copy one weight of the buffer's block again, because it was written, or read for the first time."""
+        """Copy one weight into the buffer again, because the weight was written to, or is read for the first time."""
         buffer.fingerprints.pop(weight[0].data_ptr(), None)
         self.wait(buffer)
         self.stream.wait_stream(host_memory.cuda.current_stream(self.device))  # which may have written the weight
@@ -225,7 +225,7 @@ class Prefetcher:
         buffer.arrived.record(self.stream)
 
     def empty(self, buffer: Buffer) -> None:
-        """Mark the buffer as empty, and let the copy stream wait for the reads of the buffer."""
+        """Mark the buffer as empty, and make the copy stream wait until all reads of the buffer are done."""
         buffer.block = None
         self.wait(buffer)
 
@@ -282,7 +282,7 @@ def block_of(packed: Tensor) -> HostBlock | None:
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes at every write, or None if some writes would not change it.
+    """Return a fingerprint that changes at every write to the weight, or None if some writes would not change it.
 
     An inference tensor has no version counter, and ``parameter.data`` has a separate version counter.
     """
@@ -342,7 +342,7 @@ def allow(budget: int) -> None:
 
 
 def wants(_rest: int) -> int:
-    """Return the most bytes that were read from host memory on one GPU since ``allow``."""
+    """Return how many bytes of packed weights were read from host memory since ``allow``, on the GPU that read the most."""
     return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
 
 
@@ -351,10 +351,7 @@ user = User(-1, allow, taken, wants=wants)
 
 
 def follow(_config: Any) -> None:
-    """Follow ``offload``: share spare memory only with "auto", and free all copies if it is off.
-
-    ``switch`` calls this at every change of the configuration.
-    """
+    """Apply the option ``offload``: share spare memory only with "auto", and free all copies if the option is off."""
     dequantizer.prefetch.on = gate.on
     auto = switch.value("offload") == "auto"
     if auto and user not in spare.users:
