@@ -90,7 +90,7 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        """Count dequantizations that ran the original although the kernel would be faster. ``options`` has other fallbacks."""
+        """Count dequantizations that ran the original although the kernel would be faster. ``options`` has all other fallbacks."""
         core = [target for target in self.targets if is_core(target)]
         every = (item for target in core for item in target.fallbacks.items())
         return sum(count for name, count in every if not Reason[name].is_expected)
@@ -125,7 +125,7 @@ class Status:
 
 
 def is_core(status: TargetStatus) -> bool:
-    """Return whether the target's calls count without any option."""
+    """Return whether the target needs no option, so that its calls count whenever the patch is on."""
     return status.name not in ROWS or not ROWS[status.name].option
 
 

@@ -46,9 +46,8 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        The entry calls the kernel's launcher ``run`` directly. Triton's ``kernel[grid](...)`` calls the same launcher
-        (Triton 3.2 and newer), but looks up the compiled kernel first. This lookup takes most of the call's 17 us (H200
-        machine, Triton 3.6.0).
+        The entry calls the kernel's launcher directly. Triton's ``kernel[grid](...)`` first looks up the compiled kernel,
+        which takes most of the 17 us of such a call (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -254,14 +253,17 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return a kernel's KernelEntry. Compile it at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
+    """Return a kernel's KernelEntry.
+
+    Compile the kernel at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
 
     Args:
         arguments: sample arguments, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
-        kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of 16.
-        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends. It
-            must then wait for that kernel's results (Triton >= 3.6, sm_90).
+        kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of
+            16.
+        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends.
+            It must then wait for that kernel's results (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
@@ -277,7 +279,7 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream. Compile it at its first use (see ``compiled``).
+    """Launch a kernel on the current stream. Compile the kernel at its first use (see ``compiled``).
 
     Args:
         grid: the grid, or None to compile without launching.

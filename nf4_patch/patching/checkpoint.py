@@ -80,7 +80,9 @@ def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
 
 
 def is_setting(function: Any) -> bool:
-    """Return whether ``function`` has the code of ``setting``'s wrapper, which only sets ``use_reentrant`` (as in ms-swift)."""
+    """Return whether ``function`` is a wrapper that only sets ``use_reentrant``, with the same code as ``setting``'s (as in
+    ms-swift).
+    """
     code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
     if code is None or attributes_of_code(code) != attributes_of_code(ours):
         return False

@@ -22,7 +22,7 @@ class FallbackError(RuntimeError):
 
 
 class HitCounter:
-    """Count the kernel launches for one combination of target, weight shape, dtype and kernel."""
+    """Counts the kernel launches for one combination of target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 
@@ -32,7 +32,7 @@ class HitCounter:
 
 
 class Counters:
-    """Count all hits and fallbacks of the process, except for calls inside a compiled graph.
+    """Counts all hits and fallbacks of the process, except for calls inside a compiled graph.
 
     Other threads may add entries at any time, so iterate only over a copy of a dictionary.
     """

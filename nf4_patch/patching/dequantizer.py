@@ -86,7 +86,7 @@ prefetch = Prefetch()
 
 
 class Dequantizer:
-    """Dequantize weights for one target (a replaced library function), and count the target's hits.
+    """Dequantizes weights for one target (a replaced library function), and counts the target's hits.
 
     Args:
         target: the target's name.

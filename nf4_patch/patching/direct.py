@@ -19,7 +19,7 @@ _dequantizer = Dequantizer("nf4_patch.dequantize_nf4")
 
 
 def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) -> Tensor:
-    """See :func:`nf4_patch.dequantize_nf4`."""
+    """Dequantize a packed 4-bit weight. See :func:`nf4_patch.dequantize_nf4`."""
     if torch.compiler.is_compiling():
         result = _dequantizer.trace(weight, quant_state, out)
     else:

@@ -43,9 +43,9 @@ class Effect:
 
     @property
     def helps_little(self) -> bool:
-        """Return whether most calls that the option is meant for ran the original.
+        """Return whether the option is on, but refused more of the calls that it is meant for than it handled.
 
-        If the user typed the option, every call counts.
+        Also return True if the user typed the option and it handled no call.
         """
         meant = sum(n for name, n in self.refused.items() if Reason[name] not in NOT_MEANT)
         idle = self.typed and not self.used and counters.anything()
@@ -161,7 +161,7 @@ def is_idle(option: Option, effect: Effect, report: Any) -> bool:
 
 
 def say(name: str) -> None:
-    """Log what an option did, if it did little. Each option is logged once. Other ranks and workers do not log."""
+    """Log what an option did, if it did little. Each option is logged once, and only by rank 0, not by workers."""
     effect, option = effects()[name], OPTIONS[name]
     if option.idle and option.report is not None:
         is_little = counters.anything() and is_idle(option, effect, option.report(effect.value))

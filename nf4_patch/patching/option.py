@@ -45,7 +45,8 @@ def size_of(text: str) -> int | None:
 def size_in_words(size: int) -> str:
     """Format a size in bytes, for example as "6 GiB" or "1.5 GB".
 
-    Round to three digits, unless at most four digits before the point and one after it are exact in some unit.
+    If the size is exact in some unit, with at most four digits before the point and one after it, use this unit. Otherwise
+    round to three digits.
     """
     for unit, base in UNITS.items():
         if 10_000 * base > size >= base > 1 and 10 * size % base == 0:
@@ -124,7 +125,7 @@ class Option(Variable):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the rows of TARGETS that name this option as ``option``, not as ``or_option``, and are ``required``."""
+        """Return the rows of TARGETS that are ``required`` and have this option as their field ``option``."""
         return tuple(target for target in TARGETS if target.option == self.argument and target.required)
 
     def word(self, text: str) -> str:

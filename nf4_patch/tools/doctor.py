@@ -75,7 +75,7 @@ class Gpu:
 
 @dataclass
 class Judged:
-    """State that a target would have in a training run on this machine."""
+    """The state that a target would have in a training run on this machine."""
 
     name: str
     state: State
@@ -274,8 +274,8 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
     """Return the state that a target would have in a training run.
 
     Args:
-        release: of the target's library, or "".
-        status: taken while ``examine_targets`` had the patch on.
+        release: the installed release of the target's library, or "".
+        status: the target's status while ``examine_targets`` had the patch on.
         failure: why the import of the library failed, or "".
     """
     library, waiting = target.library, status.state is State.WAITING

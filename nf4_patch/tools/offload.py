@@ -24,7 +24,7 @@ CARDS = (12, 16, 24, 48)  # the usual GPU sizes in GB, shown on a machine withou
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model in training, estimated from its configuration."""
+    """The bytes that a model takes in training, estimated from its configuration."""
 
     layers: Counter[str]  # packed weights of each layer
     others: int  # everything else that a step needs on the GPU

@@ -25,7 +25,7 @@ def silent(text: str, done: int = 0, total: int | None = None) -> None:
 
 
 class Report(ABC):
-    """Result of a command, as data (``as_dict``, for --json), as text (``render``) and as an exit code.
+    """The result of a command, as data (``as_dict``, for --json), as text (``render``) and as an exit code.
 
     In JSON, a value that ``json`` cannot write becomes its ``str``.
     """
@@ -143,7 +143,7 @@ def driver() -> str:
 
 
 def issues() -> str:
-    """Return the address of the project's issues, or words while pyproject.toml has no address."""
+    """Return the address of the project's issues, or a description of the place while pyproject.toml has no address."""
     urls: list[str] = []
     if release_of("nf4-patch"):
         urls = importlib.metadata.metadata("nf4-patch").get_all("Project-URL") or []

@@ -122,9 +122,9 @@ def of_own_kernels() -> list[str]:
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Return a sentence that says how many dequantizations a cache would have saved, if the run had none.
+    """Return a sentence that says how many dequantizations a cache of all weights would have saved, if the run had no cache.
 
-    A cache with half of this memory saves half as many, because weights that are read first stay cached.
+    A cache of half the size saves half as many, because weights that are read first stay cached.
     """
     if status.cache.mode != "off" or not any(each.weights for each in status.shapes):
         return []

@@ -31,7 +31,7 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
-    """Return whether each of these arguments of ``dequantize_4bit`` is the default or equals the quant_state's field."""
+    """Return whether each of these arguments is either the default of ``dequantize_4bit`` or equal to the quant_state's field."""
     return (
         (absmax is None or absmax is getattr(state, "absmax", None))
         and (blocksize is None or blocksize in (64, getattr(state, "blocksize", None)))
@@ -102,8 +102,8 @@ def gemm(
 def matmul_4bit(target: Target, original: Function) -> Function:
     """Replace ``bitsandbytes.autograd._functions.matmul_4bit`` in calls that require no gradient.
 
-    For few rows, the replacement runs the fused matmul directly and skips bitsandbytes' op, because the dispatch of the
-    op takes longer than the matmul. Before bitsandbytes 0.50, the packed weight must be transposed.
+    For few rows, the replacement runs the fused matmul directly and skips bitsandbytes' op, because the dispatch of the op
+    takes longer than the matmul. Before bitsandbytes 0.50, the fused matmul runs only if the packed weight is transposed.
     """
     fused = FusedMatmul(target.name)
     code = getattr(inspect.unwrap(original), "__code__", None)

@@ -18,7 +18,7 @@ LORA_LAYERS = MODULES["LoRA layers"]
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """Packed bytes that a cast of the model does not change.
+    """A parameter with packed bytes that a cast of the model does not change.
 
     peft, transformers, accelerate and TRL recognize packed bytes by this class name. They count two weights per byte, and
     neither cast nor shard the bytes.
@@ -99,12 +99,9 @@ class Chain(parametrize.ParametrizationList):
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization.
-
-        Clear the cache, because ``register_parametrization`` read the weight without the new parametrization. peft 0.21
-        appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each ``_LoraFactorsProxy`` an
-        instance of both classes, which peft removes too.
-        """
+        """Append a parametrization, and clear the cache, which may hold the weight without the new parametrization."""
+        # peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each ``_LoraFactorsProxy``
+        # an instance of both classes, which peft removes too.
         layer: Any = sys.modules.get(LORA_LAYERS)
         if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
             kinds = type(parametrization), layer._LoraParameterProxy

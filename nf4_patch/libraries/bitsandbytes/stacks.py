@@ -38,7 +38,7 @@ def decoded(packed: Tensor, state: Any) -> Tensor:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by name. Each list starts with bitsandbytes' own."""
+    """Return the ParametrizationList of each packed stack of a module, by name. Each list starts with bitsandbytes' parametrization."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 

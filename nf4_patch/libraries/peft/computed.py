@@ -1,6 +1,6 @@
-"""The library functions that fused LoRA computes itself.
+"""The library functions whose work fused LoRA does itself, without calling them.
 
-If somebody replaced one of these, peft's forward runs and calls the new function.
+If somebody replaced one of these functions, peft's forward runs and calls the new function.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ COMPUTED = (
 
 
 class Computed:
-    """Find out whether somebody replaced a function in COMPUTED, or ``original``, which is peft's forward."""
+    """Detects whether somebody replaced peft's forward (``original``) or a function in COMPUTED."""
 
     def __init__(self, original: Any):
         package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Look up the functions of COMPUTED. They are spelled out, because a loop would be slower."""
+            """Return the functions of COMPUTED as they are now."""
             ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
+            # spelled out, because a loop would be slower
             return (
                 base.forward, package.matmul_4bit, decode.dequantize_4bit, decode.gemv_4bit,
                 getattr(ops, "_gemm_4bit_kernel_impl", None), getattr(ops, "_dequant_linear_fallback", None),

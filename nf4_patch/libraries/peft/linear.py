@@ -100,10 +100,8 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtype of the base product and the dtype of the decoded weight, or None if they are not supported.
 
-    The product has the dtype of autocast or, without autocast, the dtype of x. The weight is decoded to the layer's
-    compute dtype unless that is fp32. A 4-bit checkpoint stores the compute dtype, so it can differ from the product's
-    dtype. Without autocast, return None if either x's dtype or the compute dtype is fp32, but not both. peft rounds the
-    sum differently in this case.
+    The product has the dtype of autocast or, without autocast, the dtype of x. The weight is decoded to the layer's compute
+    dtype, or to the product's dtype if the compute dtype is fp32.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -112,8 +110,9 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     compute: torch.dtype = base.compute_dtype or dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    elif (compute is FP32) is not (dtype is FP32):
+    elif (compute is FP32) is not (dtype is FP32):  # peft rounds the sum differently in this case
         return None
+    # A 4-bit checkpoint stores the compute dtype, so it can differ from the product's dtype.
     known = compute in OUTPUT_DTYPES and x.dtype in OUTPUT_DTYPES and dtype in OUTPUT_DTYPES
     return (dtype, dtype if compute is FP32 else compute) if known else None
 

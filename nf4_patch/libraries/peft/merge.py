@@ -103,10 +103,8 @@ def marks_of(weight: Any) -> tuple[Any, ...]:
 
 
 def is_shared(weight: Any) -> bool:
-    """Return whether a second module holds the weight, as with ``layer_replication``. The bytes of such a weight must not change.
-
-    One search through all modules serves every merge of a model. It finds only weights of layers with adapters.
-    """
+    """Return whether a second module holds the weight, as with ``layer_replication``. The bytes of such a weight must not change."""
+    # One search through all modules serves every merge of a model. It finds only weights of layers with adapters.
     if weight not in holders:
         modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         numbers = Counter(id(p) for module in modules for p in list(module.get("_parameters", {}).values()))
@@ -120,7 +118,7 @@ def is_shared(weight: Any) -> bool:
 
 
 def unmerged(layer: Any) -> Unmerged | None:
-    """Return the bytes that peft's layer had before the merge, or None if other code has changed its weight."""
+    """Return the bytes that peft's layer had before the merge, or None if other code has changed the layer's weight."""
     saved = vars(layer).get(NAME)
     return saved if saved is not None and saved.holds(layer.get_base_layer().weight) else None
 
@@ -129,8 +127,8 @@ def unmerged(layer: Any) -> Unmerged | None:
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Linear4bit.merge`` to save the packed bytes, and to write the merged bytes into the same tensors.
 
-    With ``offload`` alone, no bytes are saved. Merged bytes still go into the same tensors, because peft would leave
-    each merged layer on the GPU.
+    If only the option ``offload`` is on, no bytes are saved. The merged bytes still go into the same tensors, because peft
+    would leave each merged layer on the GPU.
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)

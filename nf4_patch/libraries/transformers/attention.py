@@ -1,4 +1,4 @@
-"""The copy of keys and values for all heads that share them, which transformers makes if attention has a mask."""
+"""A faster copy of keys and values for all heads that share them. transformers makes this copy if attention has a mask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_in_words(x: Tensor) -> bool:
-    """Return whether ``x`` is a plain tensor on the GPU whose rows consist of whole words of ``WORD``."""
+    """Return whether ``x`` is a plain tensor on the GPU whose rows consist of whole 16-byte words."""
     if not runs_on(x):  # Apple's GPUs have no 16-byte elements
         return False
     if type(x) is not Tensor or x.dim() != 4 or x.stride(3) != 1 or x.dtype.is_complex or x.is_neg():

@@ -69,7 +69,7 @@ def run(
 
     Args:
         stacks: the packed stacks by name.
-        whole: as in ``experts``.
+        whole: True to multiply by whole stacks, False to copy each row's weight.
         routed: hidden_states, top_k_index and top_k_weights.
     """
     return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)

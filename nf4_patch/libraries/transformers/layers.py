@@ -19,9 +19,9 @@ repeat_kv = around(attention.repeat_kv)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
-    """Run a decoder layer as CUDA graphs.
+    """Make the replacement for the call of a decoder layer, which runs the layer as CUDA graphs.
 
-    If graphs refuse the call, run the layer without its checkpoint, or else as transformers does.
+    If graphs refuse the call, the layer runs without its checkpoint, or else as in transformers.
     """
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]

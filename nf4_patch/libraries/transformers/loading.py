@@ -248,7 +248,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion builds packed weights from saved QuantStates. transformers cannot reverse it for saving."""
+    """Return whether a conversion builds packed weights from saved QuantStates. For saving, transformers cannot reverse it."""
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))

@@ -78,17 +78,16 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 
 @triton.jit
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
-    """Load what a thread needs for one step: its nibbles, and the absmax of its block.
+    """Load the nibbles that a thread decodes in one step, and the absmax of their quantization block.
 
-    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the 64-bit index of the
-    program's first group. Return the nibbles (in the low bits), the absmax, and the index of the block.
-
-    The step adds a constant to the address. This constant is added last, so that it becomes an immediate offset of the
-    load instruction. Otherwise the second step would compute a second address, which takes 9 instructions on sm_75.
+    Return the nibbles (in the low bits), the absmax, and the index of the block. A group is the ELEMS_PER_THREAD elements
+    that a thread decodes in a step. ``group`` is the 64-bit index of the program's first group.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
     mask = None if groups is None else group + STEP * THREADS + thread < groups
+    # STEP's constant is added last, so that it becomes an immediate offset of the load instruction. Otherwise the second
+    # step would compute a second address, which takes 9 instructions on sm_75.
     pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
     word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
