@@ -143,7 +143,7 @@ def driver() -> str:
 
 
 def issues() -> str:
-    """Return the address of the project's issues, or a description of the place while pyproject.toml has no address."""
+    """Return the address of the project's issues, or "an issue of this project" while pyproject.toml has no address."""
     urls: list[str] = []
     if release_of("nf4-patch"):
         urls = importlib.metadata.metadata("nf4-patch").get_all("Project-URL") or []
