@@ -107,7 +107,7 @@ def is_checkpointed_without_gradients(layer: Any) -> bool:
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
-    """Return the StaticCache that this call of a layer writes, and the name of the argument that holds it.
+    """Return the StaticCache that this call of a layer writes, after the name of the argument that holds it.
 
     Return ("", None) if the call trains or has no StaticCache that graphs support.
     """

@@ -342,7 +342,7 @@ class GraphedLayer:
         self.shapes = [aligned(same) for same in shapes]
 
     def hold(self, work: Work, y: Tensor) -> None:
-        """Do nothing, because the second graph recomputes the activations. A subclass with ``keeps`` keeps them alive here."""
+        """Do nothing, because the second graph recomputes the activations. A subclass with ``keeps`` stores them here."""
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)

@@ -179,7 +179,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
-        The addresses of parameters and buffers and the contents of tensors on the GPU may have changed.
+        This does not compare the addresses of parameters and buffers, or the contents of tensors on the GPU.
         """
         layer = self.layer()
         if layer is None or any(self.empty):

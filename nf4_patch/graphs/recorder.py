@@ -150,7 +150,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def repaired(self) -> Iterator[None]:
-        """If a capture in the ``with`` block fails, repair PyTorch's state. Raise a RuntimeError as one of these errors.
+        """If a capture in the ``with`` block fails, repair PyTorch's state. A RuntimeError becomes one of the errors below.
 
         Raises:
             Refusal: the capture failed, so the layer cannot be captured.
@@ -196,7 +196,7 @@ class Recorder:
             torch._C._cuda_releasePool(self.device, self.handle)
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
+        """Return an alias of ``tensor`` that does not keep the memory allocated, so that graphs of other layers can reuse it."""
         storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
@@ -206,7 +206,7 @@ class Recorder:
         return memory(self.device, "requested_bytes")
 
     def kept(self, before: int, *results: Tensor) -> int:
-        """Return how many more bytes than ``before`` are allocated now, without those of ``results``."""
+        """Return how many more bytes than ``before`` are allocated now, not counting the memory of ``results``."""
         storages = {s.data_ptr(): s.nbytes() for s in (result.untyped_storage() for result in results)}
         return self.allocated() - before - sum(storages.values())
 

@@ -68,7 +68,7 @@ def recorded(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
 
 
 def key_of(call: LayerCall, keeps: bool) -> Any:
-    """Return the key under which refusals are remembered."""
+    """Return the key under which a refusal to record this call is stored."""
     return ("kept", *call.key) if keeps else call.key
 
 
@@ -116,7 +116,7 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
 
 
 def recorder_for(device: int, keeps: bool, trains: bool) -> tuple[Recorder, Keeper | None]:
-    """Return the GPU's recorder. If the graphs keep activations, return the Keeper and its own recorder.
+    """Return the GPU's recorder and None or, if the graphs keep activations, the Keeper's recorder and the Keeper.
 
     Raises:
         torch.OutOfMemoryError: training has no recorder yet, and the GPU has too little memory for graphs.
@@ -135,7 +135,7 @@ def recorder_for(device: int, keeps: bool, trains: bool) -> tuple[Recorder, Keep
 
 
 def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None) -> GraphedLayer | Refused:
-    """Record the layer's graphs, and check that the rest of a step still has enough memory.
+    """Record the layer's graphs, and check that a training step still has enough memory.
 
     Raises:
         Refusal: the layer cannot be recorded.

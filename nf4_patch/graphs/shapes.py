@@ -36,7 +36,7 @@ def is_due(calls: int) -> bool:
     """Return whether a layer should be recorded at this eager call with a shape.
 
     The first attempt is at the third call. If the layer could not be recorded, or has changed since then, the next attempts
-    are at its 6th, 12th, 24th ... eager call.
+    are at the 6th, 12th, 24th ... eager call.
 
     Args:
         calls: the number of the layer's eager calls with the shape, including this one.
@@ -112,7 +112,7 @@ class Graphs:
         found.setdefault(key, ByLayer())[layer] = graph
 
     def retire(self, generation: Generation) -> None:
-        """Drop the graphs of all layers that were recorded in ``generation``."""
+        """Drop the graphs of all layers that belong to ``generation``."""
         for layers in list(self.kept.values()):
             for layer, graph in list(layers.items()):
                 if graph.generation is generation:
@@ -123,7 +123,10 @@ class Graphs:
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs
 
     def drop_outdated(self, model: nn.Module) -> None:
-        """Drop those recordings of a model and its layers that keep removed parts alive, for example after ``merge_and_unload``."""
+        """Drop those recordings of a model and its layers that keep removed modules or tensors alive.
+
+        For example, ``merge_and_unload`` removes peft's modules.
+        """
         with self.lock:
             for module in dict.fromkeys([model, *decoder_layers(model)]):
                 for layers in [*self.recordings.values(), *self.kept.values()]:
@@ -206,7 +209,10 @@ class Graphs:
         self.calls.setdefault(key, ByLayer()).setdefault(layer, RECORDED_AT)
 
     def is_due_again(self, key: Any, layer: nn.Module) -> bool:
-        """Return whether the layer may be recorded in this call. If ``put_off`` has noted the layer, count the call."""
+        """Return whether a layer that ``put_off`` has noted may be recorded in this call, and count the call.
+
+        For any other layer, return True.
+        """
         return layer not in self.calls.get(key, ()) or is_due(self.count(key, layer))
 
     def count(self, key: Any, layer: nn.Module) -> int:

@@ -1,7 +1,8 @@
 """Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-peft's forward and nf4_patch's function save different tensors, so the recompute must run the same one as the forward.
-Without the record, a hook or FlopCounterMode that is active only during the forward would change the decision.
+A decision is whether peft's forward or nf4_patch's function runs. The two save different tensors, so forward and recompute
+must run the same one. Without the record, a hook or FlopCounterMode that is active only during the forward would change the
+decision.
 """
 
 from __future__ import annotations

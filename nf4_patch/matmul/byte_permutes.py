@@ -1,10 +1,10 @@
 """PTX that decodes NF4 with byte permutes (the instruction prmt) instead of a table in memory.
 
-A quantization block has 16 different values. The nibble (4 bits) of a weight is the index of the weight's value. First, the
-block's 16 values are rounded to 16 bits. Four registers hold the low bytes of the values, and four registers hold the high
-bytes. For the low byte of a weight, the three low bits of the nibble select one byte from values 0 to 7 and one byte from
-values 8 to 15. The highest bit of the nibble then selects one of these two bytes. The high byte is found in the same way.
-Rounding and sorting the 16 values takes 32 instructions. Decoding takes 2.6 instructions per weight.
+A weight can have one of 16 values within its quantization block. The weight's nibble (4 bits) is the index of its value.
+First, the block's 16 values are rounded to 16 bits. Four registers hold the low bytes of the values, and four registers hold
+the high bytes. For the low byte of a weight, the three low bits of the nibble select one byte from values 0 to 7 and one byte
+from values 8 to 15. The highest bit of the nibble then selects one of these two bytes. The high byte is found in the same
+way. Rounding and sorting the 16 values takes 32 instructions. Decoding takes 2.6 instructions per weight.
 """
 
 from __future__ import annotations

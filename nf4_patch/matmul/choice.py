@@ -69,7 +69,7 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
     """Return the config from the shipped table or, on a GPU without a table, the config that a measurement found.
 
-    A measurement is valid for its whole range of row counts. Without any measurement, return None.
+    A measurement is valid for its whole range of row counts. If there is none and none can be made now, return None.
     """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):

@@ -55,8 +55,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
 
     Args:
-        least: maps a number of rows to a number of elements. If X has more rows, the weight must have at least so many
-            elements.
+        least: fewest elements of the weight, by number of rows. An entry applies if X has more rows than this number.
     """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 

@@ -111,7 +111,7 @@ class Spare:
                 self.give_back(Waits.OTHER_OPTION)
 
     def leave(self, user: User) -> None:
-        """Stop changing this user's budget."""
+        """Stop sharing spare memory with this user. Its budget is not changed any more."""
         with self.lock:
             if user not in self.users:
                 return
@@ -211,7 +211,7 @@ class Spare:
     def take(self) -> None:
         """Share the memory that training leaves free, less the margin.
 
-        By now, PyTorch has reserved all that a training step needs.
+        The caller has waited until PyTorch has reserved all memory that a training step needs.
         """
         found = {device: MemoryInfo.of(device) for device in runtime.devices_in_use()}
         for device, memory in found.items():

@@ -95,8 +95,9 @@ class PackedWeight(NamedTuple):
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return the addresses of the weight's tensors, and all properties that guards check and that stay the same between
-        two calls.
+        """Return the addresses of the weight's tensors, and all properties that the guards check.
+
+        So the guards need to run only once per fingerprint.
         """
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]

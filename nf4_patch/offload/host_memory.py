@@ -51,7 +51,7 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory. During a CUDA graph capture, which this would break, the memory waits for the next call of this method."""
+        """Unpin memory. Unpinning would break a CUDA graph capture, so during a capture the memory waits for the next call."""
         self.pending.append((host, device))
         while self.pending and not torch.cuda.is_current_stream_capturing():
             host, device = self.pending.pop()

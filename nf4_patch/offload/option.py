@@ -1,6 +1,7 @@
-"""The options ``offload="6GiB"`` and ``offload="auto"``: packed weights take at most 6 GiB of each GPU, or its spare memory.
+"""The option ``offload``, which keeps packed weights in host memory.
 
-The other packed weights are kept in host memory.
+With "6GiB", packed weights take at most 6 GiB of each GPU, and the others are kept in host memory. With "auto", copies of
+them also fill each GPU's spare memory.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Prefetcher:
         return self.buffers[1].block is reference or self.resident.get(reference) is not None
 
     def keep(self, reference: Reference, block: HostBlock) -> None:
-        """Make a copy of the block on the GPU that stays there as its resident copy.
+        """Make a resident copy of the block, which stays on the GPU between the reads of the block.
 
         Args:
             reference: the weak reference to ``block`` that is its key in ``resident``.
@@ -253,7 +253,7 @@ class Prefetch(dequantizer.Prefetch):
     """The prefetch for all Dequantizers and fused matmuls of the process."""
 
     def read(self, weight: PackedWeight, run: Callable[[PackedWeight], Any]) -> Any:
-        """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight has to be read where it is."""
+        """Return ``run(copy)`` for the weight's copy on the GPU, or None if the weight has to be read without a copy."""
         block = block_of(weight[0])
         if block is None or weight[0].requires_grad or watched() is not None:
             return None

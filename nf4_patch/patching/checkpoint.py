@@ -80,9 +80,7 @@ def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
 
 
 def is_setting(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper that only sets ``use_reentrant``, with the same code as ``setting``'s (as in
-    ms-swift).
-    """
+    """Return whether ``function`` is a wrapper like ms-swift's, which only sets ``use_reentrant`` and calls a checkpoint function."""
     code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
     if code is None or attributes_of_code(code) != attributes_of_code(ours):
         return False

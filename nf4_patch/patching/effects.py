@@ -1,8 +1,7 @@
 """The effect of each option in this process: how many calls it handled, and why it refused other calls.
 
-Some targets belong to two options. Their calls count for the option that a Reason names, such as
-``ACTIVATIONS_BUDGET``. Other calls count for the target's first option, or for the second if only that one is on or was
-used.
+Some targets belong to two options. A refused call counts for the option that its Reason names, such as
+``ACTIVATIONS_BUDGET``. Other calls count for the target's first option, or for the second if only that one is on or was used.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Effect:
 
     @property
     def helps_little(self) -> bool:
-        """Return whether the option is on, but refused more of the calls that it is meant for than it handled.
+        """Return whether the option is on, but most calls that it is meant for ran the original.
 
         Also return True if the user typed the option and it handled no call.
         """

@@ -50,7 +50,7 @@ def is_written_here(function: Any, module: str) -> bool:
 
 
 def replaced(target: Target, original: Any) -> str:
-    """Return the name of a function that the target's replacement would compute itself, if somebody else replaced this function.
+    """Return the name of a library function that somebody else replaced and whose work the target's replacement does itself.
 
     Return "" if there is no such function.
 

@@ -77,7 +77,7 @@ class Installed:
     def refuse(self, function: Any, why: str) -> None:
         """Record that ``function``, which is at the target's name now, cannot be replaced.
 
-        Keep the existing pairs, so that ``swap`` still replaces the copies of their originals in other modules.
+        The existing pairs stay, so that ``swap`` still replaces the copies of their original functions in other modules.
         """
         self.refused, self.refusal = function, why
 

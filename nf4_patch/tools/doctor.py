@@ -182,7 +182,8 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the lines that the user should type, by the purpose of the line.
 
-    Only a GPU that waits for Python needs batches of few lengths. A mixture must fit on the GPU with the least memory.
+    The settings for SFTConfig are advised only for GPUs that wait for Python. A mixture of experts has to fit on the GPU with
+    the least memory.
     """
 
     def has(name: str, condition: str) -> bool:

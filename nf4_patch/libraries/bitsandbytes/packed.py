@@ -58,7 +58,7 @@ def end_caching(module: torch.nn.Module) -> None:
 
 
 class Merged(NamedTuple):
-    """Original bytes and QuantState of a stack into which adapters were merged."""
+    """The original bytes and QuantState of a stack into which adapters were merged."""
 
     packed: Tensor  # in host memory, because a second copy on the GPU would take too much memory
     state: Any

@@ -99,8 +99,8 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    Without this, peft would find a parametrized weight only by its full name, and would visit the stacks in another
-    order. The order decides the names in the adapter's file. As in transformers' classes, the down projection is last.
+    Without this, peft would find a parametrized weight only by its full name, and would visit the stacks in the wrong order.
+    The order decides the names in the adapter's file. In transformers' classes, the down projection comes last.
     """
     dense = {}
     for name, state in packed_states(module).items():

@@ -30,7 +30,7 @@ holders = WeakIdKeyDictionary()  # the number of modules that hold each weight; 
 
 
 class Parts(NamedTuple):
-    """The tensors of a packed weight whose contents change when the weight is quantized again."""
+    """Those tensors of a packed weight whose contents change when the weight is quantized again."""
 
     packed: Tensor
     scales: tuple[Tensor, ...]  # absmax, and for a nested weight the second level's absmax and the offset

@@ -248,7 +248,10 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Return whether a conversion builds packed weights from saved QuantStates. For saving, transformers cannot reverse it."""
+    """Return whether a conversion builds packed weights from saved QuantStates.
+
+    transformers cannot reverse such a conversion when it saves the model.
+    """
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))

@@ -38,8 +38,8 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
     """While a checkpoint is read into ``model``, move packed weights to host memory if ``offload`` is on.
 
     Args:
-        nested: for each weight that the checkpoint holds packed, whether it is nested. For other weights, the quantization
-            config decides this.
+        nested: for each weight that the checkpoint holds packed, whether its scales are quantized too. For other weights,
+            the quantization config decides this.
 
     Raises:
         RuntimeError: nf4_patch cannot replace a function that ``offload`` needs in this release of transformers.
