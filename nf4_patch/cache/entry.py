@@ -16,7 +16,7 @@ from .allocator import allocated
 
 
 def nobody() -> None:
-    """Return None, like a dead weak reference."""
+    """Stand in for a weak reference to a freed object, and return None."""
     return None
 
 

@@ -287,7 +287,7 @@ def dtypes_of(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
 
 
 def not_pending() -> None:
-    """Return None. This is the value of ``GraphedLayer.pending`` while no call awaits its backward."""
+    """Stand in for the weak reference ``GraphedLayer.pending`` while no call awaits its backward, and return None."""
 
 
 class GraphedLayer:

@@ -161,7 +161,10 @@ class KeptLayer(GraphedLayer):
 
 
 def kept_by(token: Token, graph: KeptLayer) -> Any:
-    """Return a context in which autograd saves ``token`` instead of the layer's input. The backward reads the graph's copy of this input."""
+    """Return a context in which autograd saves ``token`` instead of the layer's input.
+
+    The backward reads the graph's copy of this input.
+    """
     return torch.autograd.graph.saved_tensors_hooks(lambda _: token, lambda _: graph.x)
 
 

@@ -160,7 +160,7 @@ def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None)
 
 
 def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
-    """Return ``part`` and ``held`` for ``Recorder.leaving_enough``."""
+    """Return the arguments ``part`` and ``held`` of ``Recorder.leaving_enough`` for the recording of this call."""
     if keeper is not None:
         nbytes = keeper.generation.nbytes
         return (0, nbytes) if call.layer.gradient_checkpointing else (nbytes, 0)

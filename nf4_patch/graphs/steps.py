@@ -262,9 +262,9 @@ class Step:
         return self.replay, graph, x, tensors[1:], inputs
 
     def find(self, inputs: Any, x: Tensor, tensors: list[Tensor], environment: Environment, static_cache: Any) -> Any:
-        """Find or record the graph for ``self.key``, and return None.
+        """Find or record the graph for ``self.key``. Return None if there is a graph now.
 
-        If there is no graph, return the result of ``plan``: a function with its arguments, or a Reason.
+        Otherwise return what ``plan`` returns: a function with its arguments, or a Reason.
         """
         model, key = self.model, self.recorded_under
         known = graphs.recording(key, model)

@@ -40,7 +40,7 @@ SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, an
 
 
 def nobody() -> None:
-    """Return None, as a weak reference to a freed tensor does."""
+    """Stand in for a weak reference to a freed tensor, and return None."""
 
 
 def everything(_rest: int) -> int:

@@ -39,7 +39,7 @@ def trait(module: Any, name: str) -> bool:
 
 
 def kernels_or_reference(gradient: Tensor) -> Any:
-    """Return ``reference`` if a backward needs PyTorch operators, otherwise ``launch``, which runs the kernels.
+    """Return the module ``reference`` if a backward needs PyTorch operators, otherwise ``launch``, which runs the kernels.
 
     Compiled autograd, ``create_graph=True`` and batches of gradients (``is_grads_batched=True``) need PyTorch operators.
     """

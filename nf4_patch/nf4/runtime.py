@@ -97,8 +97,8 @@ def allocation_retries(device: int) -> int:
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a new contiguous tensor of two or three dimensions on the device of ``like``.
 
-    The allocation bypasses the dispatcher. Otherwise selective checkpointing could return this tensor again in the recompute, and a
-    kernel would overwrite it.
+    The allocation bypasses the dispatcher. Otherwise selective checkpointing could return this tensor again in the recompute,
+    and a kernel would overwrite it.
     """
     device = like.get_device()
     if current_device() != device:

@@ -95,7 +95,7 @@ class PackedWeight(NamedTuple):
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return the addresses of the weight's tensors, and all properties that the guards check.
+        """Return the addresses of the weight's tensors, and all properties on which the guards' answer depends.
 
         So the guards need to run only once per fingerprint.
         """

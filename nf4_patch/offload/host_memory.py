@@ -147,7 +147,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def no_block() -> None:
-    """Return None. This function stands for "no block", where otherwise a weak reference to a block is stored."""
+    """Stand in for a weak reference to a block if there is no block, and return None."""
 
 
 def living() -> list[HostBlock]:

@@ -1,7 +1,7 @@
 """Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
 
-The copies run on a separate CUDA stream, alternating between two buffers per GPU. With ``offload="auto"``, spare memory holds resident
-copies of further layers. The weights themselves stay in host memory, so a resident copy can be freed at any time.
+The copies run on a separate CUDA stream, alternating between two buffers per GPU. With ``offload="auto"``, spare memory holds
+resident copies of further layers. The weights themselves stay in host memory, so a resident copy can be freed at any time.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 def block_scale(first, second, code2, offset, FLAT, FTZ):
     """Return the fp32 scale of a block from ``first``, the block's absmax.
 
-    If FLAT, the absmax is the scale. Otherwise the scale is code2[first] * second + offset. The product and the sum must be rounded separately, so the kernel is compiled without fusing them into an FMA.
+    If FLAT, the absmax is the scale. Otherwise the scale is code2[first] * second + offset. The product and the sum must be
+    rounded separately, so the kernel is compiled without fusing them into an FMA.
     """
     if FLAT:
         return first
