@@ -94,7 +94,7 @@ def cache_in(arguments: dict[str, Any]) -> Any:
 
 
 def is_static(static_cache: Any) -> bool:
-    """Return whether this is a StaticCache with layers of the KINDS that graphs support."""
+    """Return whether this is a StaticCache whose layers are all of a kind that graphs support."""
     caches: Any = sys.modules[STATIC_CACHES]
     if type(static_cache) is not caches.StaticCache or getattr(static_cache, "offloading", False):
         return False

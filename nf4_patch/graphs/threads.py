@@ -1,6 +1,6 @@
 """Find out whether another thread of the process might use the GPU.
 
-A capture of a CUDA graph would make such a thread fail, because the GPU's random generator in PyTorch and
+A capture of a CUDA graph would make such a thread fail. The reason is that the GPU's random generator in PyTorch and
 ``torch.cuda.synchronize`` belong to the whole process. PyTorch does not say which threads use the GPU, so this module reads
 their stacks.
 """

@@ -33,7 +33,7 @@ def has_gradient(packed: Tensor) -> bool:
 def is_called_by(module: str) -> bool:
     """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
 
-    A caller that is listed in PASSED_ON is skipped, and its own caller is checked instead.
+    A caller that only passes the weight on to its own caller (PASSED_ON) is skipped.
 
     Args:
         module: the start of a module's name, for example "unsloth.".

@@ -37,7 +37,7 @@ def is_own(function: Any, module: str, *names: str) -> bool:
 
 
 def is_passed_on(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper listed in PASSED_ON."""
+    """Return whether ``function`` is a wrapper that only calls the function that it wraps (PASSED_ON)."""
     module = getattr(function, "__globals__", {}).get("__name__", "")
     name = getattr(getattr(function, "__code__", None), "co_name", "")
     return PASSED_ON.get(module) == name and hasattr(function, "__wrapped__")

@@ -57,7 +57,7 @@ class Installed:
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
-        """Return PATCHED, WRAPPED, DISPLACED or REFUSED."""
+        """Return the target's state: PATCHED, WRAPPED, DISPLACED or REFUSED."""
         current = self.current()
         pair = self.pair_of(current)
         if pair is not None and current is not pair.original:

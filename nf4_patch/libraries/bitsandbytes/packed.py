@@ -73,8 +73,8 @@ STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -77235922
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the shape, the dtype, and a 64-bit hash of the bytes that is the same on every device.
 
-    To each word of 8 bytes, add its index times STEP. Mix the sum as in splitmix64 (Steele, Lea and Flood, 2014), and add
-    up the results.
+    A multiple of the word's index is added to each word of 8 bytes. The sums are mixed as in splitmix64 (Steele, Lea and
+    Flood, 2014) and added up.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):

@@ -39,14 +39,14 @@ COMPUTED = (
 
 
 class Computed:
-    """Detects whether somebody replaced peft's forward (``original``) or a function in COMPUTED."""
+    """Detects whether somebody replaced peft's forward (``original``) or a library function whose work fused LoRA does itself."""
 
     def __init__(self, original: Any):
         package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Return the functions of COMPUTED as they are now."""
+            """Return the functions that the libraries now have under the names in COMPUTED."""
             ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
             # spelled out, because a loop would be slower
             return (

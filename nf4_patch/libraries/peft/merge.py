@@ -76,7 +76,7 @@ class Unmerged:
         self.marks, self.restores = marks_of(weight), False
 
     def holds(self, weight: Any) -> bool:
-        """Return whether the weight is unchanged since the last ``mark``."""
+        """Return whether the weight is unchanged since the last call of ``mark``."""
         return self.weight() is weight and (self.restores or self.marks == marks_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:

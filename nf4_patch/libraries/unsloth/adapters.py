@@ -1,8 +1,8 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel, which runs in compiled calls. In eager calls, nf4_patch runs
-instead if the weight cache can serve the call, if the weight is offloaded, or if nf4_patch was measured to be faster on
-the machine's GPUs.
+Newer releases of Unsloth have their own NF4 kernel, which always runs in compiled calls. In eager calls, nf4_patch runs
+instead in three cases. Either the weight cache can serve the call, or the weight is offloaded, or nf4_patch was measured to
+be faster on the machine's GPUs.
 """
 
 from __future__ import annotations
