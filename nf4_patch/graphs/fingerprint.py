@@ -59,7 +59,7 @@ def only_requires_gradient(hook: Any) -> bool:
 
 
 def weak(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to the value, or a strong one if its class allows no weak references."""
+    """Return a weak reference to the value, or a strong reference if the value's class allows no weak ones."""
     try:
         return weakref.ref(value)
     except TypeError:

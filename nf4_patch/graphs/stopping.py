@@ -1,8 +1,8 @@
 """Read the stop flag of ``generate()`` one token late, so that the host does not wait for the GPU at each token.
 
-transformers' ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this token.
-This module also enables it if the decode steps are CUDA graphs. Afterwards, the random generator is reset to its state before
-the dropped token, so that later random numbers do not change.
+transformers' class ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this
+token. This module also enables the class if the decode steps are CUDA graphs. Afterwards, the random generator is reset to
+its state before the dropped token, so that later random numbers do not change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One autograd function for a 4-bit linear layer with LoRA.
 
-The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. The
-base product takes most of the time. It runs without autograd, so no tensor is saved for it. A checkpoint's recompute
-stops at the last saved tensor, so it skips the base product of its last layer. The backward computes all gradients,
+The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. The base
+product takes most of the time. It runs without autograd, so no tensor is saved for it. A checkpoint's recompute stops at the
+last saved tensor, so it skips the base product of the last layer in the checkpoint. The backward computes all gradients,
 including the base product's part of x's gradient.
 """
 

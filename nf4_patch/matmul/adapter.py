@@ -1,8 +1,8 @@
 """The fused matmul with a LoRA adapter, which computes x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
-The first launch computes scale * x @ A.T. It splits K into parts, and writes an fp32 sum for each part, without
-atomics. The second launch is the fused matmul. It adds up these sums in order and multiplies the total by B. Then it adds
-the product to its own fp32 sums, so that the result is rounded only once.
+The first launch computes scale * x @ A.T. It splits K into parts, and writes an fp32 sum for each part, without atomics. The
+second launch is the fused matmul. It also adds up the sums of the parts in order and multiplies the total by B. This product
+is added to the fp32 sums of the fused matmul, so that the result is rounded only once.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class PackedWeight(NamedTuple):
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """Return the tensor that owns the packed bytes. It is a parameter, unless the bytes were computed or copied.
+        """Return the tensor that owns the packed bytes. This is a parameter, unless the bytes were computed or copied.
 
         Bytes that Inductor computed have no ``_base``. Their address and version counter do not identify the weight.
         """

@@ -229,9 +229,9 @@ class Dequantizer:
 def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
     """Return a decorator that turns an adapter into a factory of replacements for library functions.
 
-    An adapter is a function ``adapter(serve, *arguments)``, where ``arguments`` are those of the library function. It
-    returns a Reason, or calls ``serve`` with the arguments of ``Dequantizer.of_state`` and returns the result. ``serve``
-    is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``.
+    An adapter is a function ``adapter(serve, *arguments)``, where ``arguments`` are those of the library function. The
+    adapter returns a Reason, or calls ``serve`` with the arguments of ``Dequantizer.of_state`` and returns the result.
+    ``serve`` is ``Dequantizer.of_state`` or, while torch.compile traces, ``Dequantizer.trace``.
 
     The factory takes a target and the original function. The field ``replace`` of a ``Target`` names the factory.
 

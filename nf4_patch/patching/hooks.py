@@ -1,7 +1,7 @@
 """Turn the patch on and off.
 
-A target is a library function to replace. If its module is not imported yet, it is replaced when the module is
-imported.
+A target is a library function to replace. If the function's module is not imported yet, the function is replaced when the
+module is imported.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def misreads_rows() -> bool:
 def corrected(target: str, packed: Any, state: Any, out: Tensor | None) -> Tensor | None:
     """Return the dense weight if bitsandbytes would dequantize it wrongly. Otherwise return None, so that the original runs.
 
-    The forward of bitsandbytes 0.50's layers uses the wrongly dequantized weight, in an op that is not replaced. So
-    return None in the backward of these layers too. Otherwise the gradient would not match the forward.
+    The forward of bitsandbytes 0.50's layers uses the wrongly dequantized weight, in an op that is not replaced. In the
+    backward of these layers, return None too, so that the gradient matches the forward.
     """
     if is_compiling() or not isinstance(packed, Tensor):
         return None

@@ -144,7 +144,7 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
     """Replace ``Bnb4bitQuantize.convert``, which quantizes weights during loading, to pack stacks too.
 
-    ``input_dict`` maps full names to weights. A stack in it already holds all experts of its layer.
+    ``input_dict`` maps full names to weights. Each stack in ``input_dict`` already holds all experts of its layer.
     """
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
@@ -321,7 +321,8 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
     """Join experts that were packed one by one into one packed stack, by concatenating their bytes and their absmax.
 
-    Nested absmax is first decoded to fp32, because its offset differs between experts. This takes 0.37 bits more per weight.
+    The offset of nested absmax differs between experts. So nested absmax is first decoded to fp32, which takes 0.37 bits more
+    per weight.
 
     Args:
         parts: the experts' keys in the checkpoint, by (converter, pattern) as in ``targets``.
