@@ -92,7 +92,7 @@ class Call:
 
 
 class Record:
-    """The measured sizes and other properties of a layer."""
+    """The measured bytes of a layer's activations by input size, and other properties of the layer."""
 
     def __init__(self) -> None:
         self.sizes: dict[InputSize, int] = {}  # bytes that the layer holds until its backward

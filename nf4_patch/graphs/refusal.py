@@ -1,4 +1,4 @@
-"""Why a layer has no graphs."""
+"""An exception, and its data, that say why a layer has no graphs."""
 
 from __future__ import annotations
 

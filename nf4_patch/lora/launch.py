@@ -20,7 +20,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program multiplies at a time, and stages of Triton's software pipeline.
+    """How many rows and columns a program multiplies at a time, and how many stages Triton's software pipeline has.
 
     The values were chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
     """

@@ -130,12 +130,11 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
     """Keep Dynamo from compiling ``function`` and the functions that it calls, when an eager caller calls it.
 
-    A caller that Dynamo compiles still includes the function in its own graph.
-
-    This matters on GPUs below sm_80, such as the T4, where Inductor does not compile frames that use bf16. Such a frame
-    runs eagerly, and Dynamo would compile each function that the frame calls. ``torch._dynamo.disable`` also prevents
-    this, but makes each call slower by wrapping the function. PyTorch 2.6 has only that way, so nothing is done there.
+    A caller that Dynamo compiles still includes the function in its own graph. On PyTorch 2.6, nothing is done.
     """
+    # On GPUs below sm_80, such as the T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, and Dynamo
+    # would compile each function that the frame calls. ``torch._dynamo.disable`` also prevents this, but makes each call slower
+    # by wrapping the function. PyTorch 2.6 has only that way.
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
         skip = evaluation._FrameAction.SKIP

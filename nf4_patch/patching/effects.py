@@ -96,7 +96,7 @@ def owner(target: Target, reason: Reason | None = None) -> str:
 
 
 def line(name: str, effect: Effect, told: set[str] | None = None) -> str:
-    """Describe an effect in one line for the status and the log: how many calls, why not more, and what to do.
+    """Describe an option's effect in one line: how many calls it handled, why it handled no more, and what to do.
 
     Args:
         told: names of Reasons that need no explanation. A Reason that is explained here is added.

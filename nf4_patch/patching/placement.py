@@ -212,10 +212,10 @@ def refusal_of(target: Target, function: Any) -> str:
 
 
 def copies(target: Target, functions: list[Any]) -> list[Place]:
-    """Return the module globals that hold one of ``functions``.
+    """Return the modules that hold one of ``functions`` in a global, with the global's name.
 
-    In modules of other libraries, only globals with the function's own name are returned. A copy with another name is
-    probably meant to stay the original, for example for a comparison.
+    In modules of other libraries, only globals with the function's own name count. A copy with another name is probably meant
+    to stay the original, for example for a comparison.
     """
     own_name = target.name.rpartition(".")[2]
     wanted, library = set(map(id, functions)), target.library

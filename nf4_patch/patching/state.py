@@ -1,4 +1,4 @@
-"""The states of a target."""
+"""The states of a target, which is a library function to replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class of a row in the table ``TARGETS``."""
+"""The class of a row in ``TARGETS``, the table of library functions to replace."""
 
 from __future__ import annotations
 

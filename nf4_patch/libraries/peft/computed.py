@@ -46,7 +46,6 @@ class Computed:
         base, product = sys.modules[NN].Linear4bit, functions.MatMul4Bit
 
         def current() -> tuple[Any, ...]:
-            """Return the functions that the libraries now have under the names in COMPUTED."""
             ops = sys.modules.get(OPS)  # bitsandbytes imports this module only if there is a GPU
             # spelled out, because a loop would be slower
             return (
