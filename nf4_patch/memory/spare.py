@@ -180,7 +180,7 @@ class Spare:
             self.give_back(Waits.BATCH, rows, length)
 
     def look(self) -> None:
-        """Give memory back if it runs short, or if another process has started to use the GPU."""
+        """Give memory back if free memory runs short, or if another process has started to use the GPU."""
         for device in {device for user in self.users for device, size in list(user.taken.items()) if size}:
             memory = MemoryInfo.of(device)
             retries = runtime.allocation_retries(device)

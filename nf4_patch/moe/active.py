@@ -27,7 +27,7 @@ class ActiveWrappers(threading.local):
     wrappers: tuple[Wrapper, ...] = ()
 
     def of(self, experts: Any) -> list[Wrapper]:
-        """Return the running wrappers of an experts module whose LoRA factors have not been taken yet."""
+        """Return the running wrappers around ``experts`` whose LoRA factors were not taken yet."""
         return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
 
 

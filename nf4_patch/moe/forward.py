@@ -191,7 +191,7 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the product of each row with its frozen weight, plus bias, and its product with the LoRA factors, or None.
+    """Return the product of each row with its frozen weight, plus bias, and its product with the LoRA factors (None without LoRA).
 
     Args:
         x: [rows, in], sorted by expert.

@@ -155,7 +155,7 @@ def refused(target: str, reason: Reason) -> None:
 
 
 def is_idle(option: Option, effect: Effect, report: Any) -> bool:
-    """Return whether an option that counts no ``calls`` is on but did nothing, according to its report."""
+    """Return whether an option without a counter of calls is on but did nothing, according to its report."""
     return bool(option.idle) and effect.value != "off" and not report
 
 

@@ -82,8 +82,8 @@ def _not_plain(tensor: Tensor) -> bool:
 def _subclass(weight: PackedWeight) -> bool:
     """Return whether a tensor of the weight is a subclass that overrides PyTorch's operators.
 
-    Only ``__torch_dispatch__`` of the packed bytes is checked here, because ``Dequantizer.of_state`` has already checked
-    their ``__torch_function__``.
+    Of the packed bytes, only ``__torch_dispatch__`` is checked here, because ``Dequantizer.of_state`` has already checked
+    ``__torch_function__``.
     """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def disable() -> None:
 def block(profile: str | None = None, **options: Given) -> Iterator[None]:
     """Turn the patch on inside a ``with`` block. See :func:`nf4_patch.enabled`.
 
-    Several threads can be in such blocks at the same time, and a block can end before a block that was entered later.
+    Several threads can be in such blocks at the same time, and the blocks can end in any order.
     """
     before: list[Config | None] = []
     try:

@@ -1,10 +1,10 @@
 """Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element of a
-block has one of 16 values, each of which is a table entry times the block's scale. Lane i computes and rounds the value
-of entry i. If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To
-decode an element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this takes 6
-instructions per element fewer than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element of a block
+has one of 16 values, each of which is a table entry times the block's scale. Lane i computes and rounds the value of entry i.
+If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To decode an
+element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this takes 6 instructions fewer
+per element than multiplying and rounding each element.
 """
 
 from __future__ import annotations
