@@ -124,8 +124,9 @@ class Code:
     The search starts with the modules' callable attributes and with their methods in CALLED, such as ``forward``. Each found
     function leads to further functions, because the search looks up all names that it uses.
 
-    Names are looked up in ``spaces``, which are the classes of the layer's modules, the Python modules of these classes, and
-    ``torch.nn.functional``. If a config names attention or experts functions, their Python modules are searched, too.
+    Names are looked up in the classes of the layer's modules, in the Python modules of these classes, and in
+    ``torch.nn.functional``. Python modules of the attention and experts functions that a config names are searched, too. So
+    is each Python module outside PyTorch that is found under a name, such as ``bitsandbytes``.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
