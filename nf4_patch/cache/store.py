@@ -68,7 +68,7 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Yield a list that collects the cached weights that a CUDA graph capture on this stream reads.
+        """Yield a list, to which ``read`` adds each cached weight that a CUDA graph capture on this stream uses.
 
         The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights. Inside the ``with`` block,
         no new weights are cached on this stream.

@@ -90,7 +90,7 @@ def sample(
     original: Function, model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
     synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Replace ``GenerationMixin._sample``. If the stop flag is read late, undo the surplus token."""
+    """Replace ``GenerationMixin._sample``. If a late stop check dropped a token, undo its random numbers."""
     # A caller other than ``generate`` might keep the cache, which is a token ahead.
     is_plain = not synced_gpus and streamer is None and is_called_by(GENERATION)
     is_plain = is_plain and is_of_the_library(logits_processor) and is_of_the_library(stopping_criteria)

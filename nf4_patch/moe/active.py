@@ -9,7 +9,7 @@ from .product import Lora
 
 
 class Wrapper(Protocol):
-    """A running forward of a LoRA wrapper around a stack of experts."""
+    """A LoRA wrapper around a stack of experts, while the wrapper's forward runs."""
 
     experts: Any  # the experts module
     name: str  # the stack's name in the module

@@ -81,8 +81,8 @@ class PackedWeight(NamedTuple):
         """Return the memo for this weight's fingerprint, and store it so that ``memo()`` finds it at once.
 
         Args:
-            place: the addresses of the weight's tensors, and all other fields.
-            tensors: the weight's tensors, with which ``memo`` compares later ones.
+            place: the weight's key in ``_checked``.
+            tensors: the weight's tensors. ``memo`` compares them with those of later weights that have the same key.
         """
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()

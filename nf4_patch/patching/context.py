@@ -83,7 +83,7 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
 
 
 def watched_trace() -> Reason | None:
-    """Return the same as ``watched``, for a call that Dynamo traces. Dynamo can trace this function."""
+    """Do the checks of ``watched`` that apply to a traced call. Dynamo traces this function together with the call."""
     if function_modes() and function_mode_active():
         return Reason.FUNCTION_MODE
     return Reason.EXPORTING if is_exporting() else None

@@ -75,9 +75,9 @@ class Installed:
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
-        """Record that ``function``, which is at the target's name now, cannot be replaced.
+        """Record that ``function``, which the target's name now refers to, cannot be replaced.
 
-        The existing pairs stay, so that ``swap`` still replaces the copies of their original functions in other modules.
+        The pairs of earlier functions stay, so that ``swap`` still replaces these functions where other modules hold them.
         """
         self.refused, self.refusal = function, why
 

@@ -1,4 +1,4 @@
-"""The module of accelerate that nf4_patch reads. No function of accelerate is replaced."""
+"""Name the module of accelerate whose hooks nf4_patch recognizes. No function of accelerate is replaced."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def why_wrong() -> str:
 
 @functools.cache
 def misreads_rows() -> bool:
-    """Try on a small weight whether bitsandbytes' code for this CPU begins a quantization block at each row."""
+    """Test with a small weight whether bitsandbytes' code for this CPU begins a quantization block at each row."""
 
     def try_it() -> bool:
         packed, absmax = torch.zeros(80, 1, dtype=torch.uint8, device="cpu"), torch.arange(1.0, 4.0, device="cpu")

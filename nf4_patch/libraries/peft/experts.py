@@ -40,7 +40,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """A running forward of peft's ``ParamWrapper`` around a stack, with the names of the wrapper's active adapters."""
+    """peft's ``ParamWrapper`` around a stack, with its active adapters, while its forward runs."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype

@@ -1,4 +1,4 @@
-"""Replacements for transformers' decoder layers, for the decode steps of ``generate``, and for a function that both call."""
+"""Replacements for transformers' decoder layers, for decode steps and the stop check of ``generate``, and for ``repeat_kv``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ repeat_kv = around(attention.repeat_kv)
 def decoder_layer(target: Target, original: Function) -> Function:
     """Make the replacement for the call of a decoder layer, which runs the layer as CUDA graphs.
 
-    If graphs refuse the call, the layer runs without its checkpoint, or else as in transformers.
+    If graphs refuse the call, ``kept`` decides whether the layer keeps its activations or runs as in transformers.
     """
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
