@@ -32,6 +32,7 @@ from ..patching.target import Target
 from .option import ActivationsStatus
 
 SIZES = 64  # the most input sizes that are remembered per layer
+EAGER_SIZES = 1024  # the most input sizes whose calls are counted per layer
 AGAIN = 16  # a layer is measured again at every AGAIN-th call
 FIRST_CALLS = 2  # calls with a size before CUDA graphs replace them; beside graphs, a layer recomputes in these calls
 # For up to this many rows, lora="fused" and matmul="auto" round differently without gradients than with gradients. The
@@ -141,7 +142,6 @@ class Record:
         if len(self.sizes) > SIZES:
             smallest = min(self.sizes, key=lambda each: each[:2])
             del self.sizes[smallest]
-            self.eager.pop(smallest, None)
             self.exact.discard(smallest)
 
 
@@ -157,6 +157,7 @@ class Activations:
         self.budget = 0  # bytes per device
         self.mode: str | int = "off"
         self.give_back: Callable[[], None] = lambda: None  # drops the CUDA graphs, which keep activations too
+        self.graphs_are_full: Callable[[], bool] = lambda: False  # whether no further size of input gets CUDA graphs
         self.user = User(0, self.allow, self.taken, self.most, self.wants)
 
     def configure(self, mode: str | int) -> None:
@@ -205,8 +206,10 @@ class Activations:
 
         If CUDA graphs will soon replace calls of this size, the memory is left to the graphs.
         """
+        if len(record.eager) == EAGER_SIZES:
+            record.eager.clear()
         record.eager[size] += 1
-        if self.in_graphs[record.device] and record.eager[size] <= FIRST_CALLS:
+        if record.eager[size] <= FIRST_CALLS and self.in_graphs[record.device] and not self.graphs_are_full():
             return Reason.ACTIVATIONS_WAITING
         fits = self.taken.get(record.device, 0) + held <= self.budget
         return None if fits else Reason.ACTIVATIONS_BUDGET

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..cache.store import cache
+from ..nf4 import runtime
 from ..nf4.runtime import DEVICE
 from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
@@ -45,9 +46,11 @@ def precisions() -> tuple[Any, ...]:
 @functools.cache
 def settle_attention() -> None:
     """Make PyTorch choose an attention backend once, because its first choice may change the order of the backends."""
-    if torch.cuda.is_available():
-        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=DEVICE)
-        torch._fused_sdp_choice(x, x, x)  # on some GPUs, the first choice puts cuDNN first
+    # On another GPU, the tensor would make a CUDA context.
+    for device in runtime.devices_in_use()[:1] if torch.cuda.is_available() else ():
+        x = torch.empty(1, 1, 64, 64, dtype=torch.float16, device=device)
+        with contextlib.suppress(RuntimeError):  # the script allows only backends that do not support x
+            torch._fused_sdp_choice(x, x, x)  # on some GPUs, the first choice puts cuDNN first
 
 
 def attention_backends() -> tuple[int, ...]:

@@ -51,6 +51,7 @@ class Keeper:
         # layers whose activations might wait for their backward, in call order; weak, because the calls keep the layers alive
         self.waiting: list[weakref.ref[KeptLayer]] = []
         self.counted = 0  # bytes that ``activations`` counts for this memory
+        self.add = activations.add  # ``__del__`` may run at exit, when this module's names are gone
 
     def top(self) -> KeptLayer | None:
         """Return the latest layer whose activations wait for their backward, or None."""
@@ -94,8 +95,12 @@ class Keeper:
         return not grows or activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
 
     def count(self, size: int) -> None:
-        activations.add(self.recorder.device, size - self.counted)
+        self.add(self.recorder.device, size - self.counted)
         self.counted = size
+
+    def __del__(self) -> None:
+        """Count no more bytes. The model was deleted, and its layers held the graphs."""
+        self.count(0)
 
     def close(self) -> None:
         self.generation.held.clear()

@@ -35,7 +35,7 @@ from .shapes import RECORDED_AT, graphs, is_due
 
 
 def follow(config: Any) -> None:
-    activations.give_back = graphs.drop
+    activations.give_back, activations.graphs_are_full = graphs.drop, graphs.is_full
     if switch.value("graphs") == "off":
         graphs.forget()
     elif switch.value("activations") == "off" and graphs.kept:

@@ -91,9 +91,10 @@ class Graphs:
 
     def fingerprint_of(self, layer: nn.Module) -> Fingerprint | None:
         """Return the fingerprint of an earlier recording of the layer if the layer is unchanged since then, else None."""
-        every = [each.get(layer) for each in (*self.recordings.values(), *self.kept.values())]
-        found = next((graph.fingerprint for graph in every if graph is not None), None)
-        return found if found is not None and found.holds() and found.is_in_place() else None
+        graphs = [each.get(layer) for each in (*self.kept.values(), *self.recordings.values())]
+        every = dict.fromkeys(graph.fingerprint for graph in graphs if graph is not None)
+        # Recordings of generation, or from before a change, do not match the layer in training.
+        return next((each for each in every if each.holds() and each.is_in_place()), None)
 
     def has_room(self, key: Any) -> bool:
         """Return whether layers may be recorded for this key. First free the graphs whose model or StaticCache was freed."""
@@ -104,8 +105,11 @@ class Graphs:
                 for other in [*found]:
                     if not is_alive(other, found[other]):
                         reset(found.pop(other))
-        trains = key[-1] is None
-        return sum((other[-1] is None) == trains for other in {*self.recordings, *self.kept}) < SHAPES
+        return not self.is_full(key[-1] is None)
+
+    def is_full(self, trains: bool = True) -> bool:
+        """Return whether no further shape can be recorded, in training or in generation."""
+        return sum((key[-1] is None) == trains for key in {*self.recordings, *self.kept}) >= SHAPES
 
     def keep(self, key: Any, layer: nn.Module, graph: GraphedLayer) -> None:
         found: dict[Any, Any] = self.kept if isinstance(graph, KeptLayer) else self.recordings

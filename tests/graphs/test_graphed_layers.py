@@ -24,9 +24,10 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import bitsandbytes  # noqa: F401  # its import logs an error, and pytest's log would keep the frames of the test that imports it
+import bitsandbytes  # its import logs an error, and pytest's log would keep the frames of the test that imports it
 import numpy
 import pytest
 import recorders
@@ -37,12 +38,12 @@ from torch import Tensor
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
+from nf4_patch.graphs import capture, warmup
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
 from nf4_patch.graphs import recording as recording_module
 from nf4_patch.graphs import shapes as shapes_module
 from nf4_patch.graphs import steps as steps_module
-from nf4_patch.graphs import warmup
 from nf4_patch.graphs.arguments import Slot
 from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.fingerprint import Fingerprint
@@ -50,6 +51,7 @@ from nf4_patch.graphs.layers import graphs
 from nf4_patch.libraries.unsloth import CHECKPOINTING
 from nf4_patch.memory.spare import MemoryInfo
 from nf4_patch.moe import launch as experts_launch
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -304,6 +306,15 @@ def test_precision_of_matrix_products_in_its_two_forms():
         assert compared(model_of)["replays"] == LAYERS * (STEPS - EAGER)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_no_backend_that_supports_the_tensor_with_which_attention_is_settled(monkeypatch):
+    """The script allows one backend only. On a CPU, there is no such backend."""
+    if not GPU:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(runtime, "devices_in_use", lambda: [DEVICE])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        capture.settle_attention.__wrapped__()
 
 
 @pytest.mark.full
@@ -798,6 +809,7 @@ INHERITED = Method(lambda: INHERITING, "forward")
 NORM = Replacement(lambda: modeling().LlamaRMSNorm, "forward")
 ROPE = Replacement(modeling, "apply_rotary_pos_emb", turned)
 SDPA = Replacement(lambda: torch.nn.functional, "scaled_dot_product_attention")
+PRODUCT = Replacement(lambda: bitsandbytes, "matmul_4bit")
 LORA = Replacement(lambda: importlib.import_module("peft.tuners.lora.bnb").Linear4bit, "forward")
 
 # What is done to the model, by the step before which it is done.
@@ -826,6 +838,7 @@ CHANGES = {
     "method of a norm": {CHANGE: NORM.change, UNDO: NORM.undo},
     "method that was inherited": {0: inheriting, CHANGE: INHERITED.change, UNDO: INHERITED.undo},
     "method of an adapter": {CHANGE: LORA.change, UNDO: LORA.undo},
+    "function of another Python module": {CHANGE: PRODUCT.change, UNDO: PRODUCT.undo},
     "rotary embeddings": {CHANGE: ROPE.change, UNDO: ROPE.undo},
     "code of a function": {CHANGE: ROPE_CODE.change, UNDO: ROPE_CODE.undo},
     "call of a module": {CHANGE: CALL.change, UNDO: CALL.undo},
@@ -1262,6 +1275,20 @@ def test_a_recording_that_no_longer_holds_is_dropped():
     graphs.drop_changed("another key", other)
     assert list(found) == [other]
     del graphs.recordings["key"]
+
+
+def test_the_fingerprint_of_any_recording_that_holds(monkeypatch):
+    """A layer that also generates has recordings in evaluation, which do not match it in training."""
+    layer = layers_of(model_of())[0].eval()
+    of_generation = Fingerprint(layer)
+    of_training = Fingerprint(layer.train())
+    monkeypatch.setattr(graphs, "recordings", {})
+    for key, fingerprint in enumerate((of_generation, of_training)):
+        assert graphs.fingerprint_of(layer) is None
+        graphs.recordings[key] = shapes_module.ByLayer({layer: SimpleNamespace(fingerprint=fingerprint)})
+    assert graphs.fingerprint_of(layer) is of_training and graphs.fingerprint_of(layer.eval()) is of_generation
+    layer.new = 1
+    assert graphs.fingerprint_of(layer) is None
 
 
 def test_when_a_shape_is_recorded(at_the_third_call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, opti
 
 import nf4_patch
 from nf4_patch.activations.layers import Record, activations
-from nf4_patch.graphs import kept, recording
+from nf4_patch.graphs import kept, recording, shapes
 from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.graphs.refusal import Refusal
@@ -272,6 +273,41 @@ def test_a_recording_in_memory_that_graphs_hold_already(monkeypatch):
     keeper = Keeper(SimpleNamespace(device=-1))
     keeper.counted = 100
     assert [keeper.has_room(held) for held in (50, 51)] == [True, False]
+
+
+class Sized(recorders.Operations):
+    """A recorder whose every recording takes memory."""
+
+    def leaving_enough(self, part=0, held=0):
+        self.taken += 1000
+        return contextlib.nullcontext()
+
+
+def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
+    if not graphed.GPU:
+        recorders.install(monkeypatch, Sized)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(4):
+            plain(model, None, step)
+        assert sum(activations.taken.values()) == sum(activations.in_graphs.values()) > 0
+        del model
+        gc.collect()
+        assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
+
+
+def test_a_length_that_gets_no_graphs_keeps_its_activations_at_once(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", 1)
+    if not graphed.GPU:
+        recorders.install(monkeypatch, Sized)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(4):
+            plain(model, None, step)
+        assert sum(activations.in_graphs.values()) and graphs.is_full()
+        counters.reset()
+        loss_of(model, 0, 8).backward()
+        assert counters.uses_of("activations").hits == LAYERS
 
 
 def test_no_room(monkeypatch):

@@ -610,6 +610,28 @@ def test_calls_that_graphs_replace_next_leave_the_memory_to_the_graphs():
     assert found.why_no_room(record, module.InputSize(10, 5, ()), 40) is None
 
 
+def test_calls_of_small_sizes_are_counted_although_their_memory_is_forgotten():
+    found, record, sizes = module.Activations(), module.Record(), [module.InputSize(n, n, ()) for n in range(1, 2000)]
+    found.budget, record.device = 100, 7
+    found.add(7, 60)
+    for size in sizes[2 : module.SIZES + 2]:
+        record.measured(size, 1)
+    for _ in range(module.FIRST_CALLS):
+        assert found.why_no_room(record, sizes[0], 1) is Reason.ACTIVATIONS_WAITING
+        record.measured(sizes[0], 1)
+    assert found.why_no_room(record, sizes[0], 1) is None and sizes[0] not in record.sizes
+    for size in sizes:
+        found.why_no_room(record, size, 1)
+    assert len(record.eager) <= module.EAGER_SIZES
+
+
+def test_calls_that_graphs_never_replace_keep_their_activations_at_once():
+    found, record, size = module.Activations(), module.Record(), module.InputSize(10, 10, ())
+    found.budget, record.device, found.graphs_are_full = 100, 7, lambda: True
+    found.add(7, 60)
+    assert found.why_no_room(record, size, 40) is None
+
+
 def test_bytes_that_graphs_keep_are_added_up_by_device():
     found = module.Activations()
     for device, size in [(2, 5), (2, 3), (0, 4), (2, -8)]:
