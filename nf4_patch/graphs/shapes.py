@@ -91,8 +91,8 @@ class Graphs:
 
     def fingerprint_of(self, layer: nn.Module) -> Fingerprint | None:
         """Return the fingerprint of an earlier recording of the layer if the layer is unchanged since then, else None."""
-        graphs = [each.get(layer) for each in (*self.kept.values(), *self.recordings.values())]
-        every = dict.fromkeys(graph.fingerprint for graph in graphs if graph is not None)
+        found = [each.get(layer) for each in (*self.kept.values(), *self.recordings.values())]
+        every = dict.fromkeys(graph.fingerprint for graph in found if graph is not None)
         # Recordings of generation, or from before a change, do not match the layer in training.
         return next((each for each in every if each.holds() and each.is_in_place()), None)
 
