@@ -28,9 +28,9 @@ SKIPPED = frozenset({
 HOLDERS = nn.ModuleDict, nn.ModuleList
 HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINERS = (dict, list, set)
-of_state = itemgetter("absmax", "code", "dtype", "blocksize", "quant_type", "offset", "state2")
+of_state = itemgetter("absmax", "shape", "code", "dtype", "blocksize", "quant_type", "offset", "state2")
 quant_state, code_of = attrgetter("quant_state"), attrgetter("__code__")
-version_of, defaults_of = attrgetter("_version"), attrgetter("__defaults__")
+version_of, defaults_of = attrgetter("_version"), attrgetter("__defaults__", "__kwdefaults__")
 of_tensor, strides = attrgetter("requires_grad", "dtype", "shape"), methodcaller("stride")
 
 
@@ -123,11 +123,14 @@ class Fingerprint:
         self.children = [each for each in children if len(each) > 1]
         self.order = [*chain.from_iterable(self.children)]
         functions = self.code.replaceable
-        self.codes, self.defaults = [*map(code_of, functions)], [*map(defaults_of, functions)]
+        self.codes, self.defaults = [*map(code_of, functions)], [*chain.from_iterable(map(defaults_of, functions))]
         self.tensor_dictionaries: list[dict[str, Any]] = [each for each in of_tensors if each]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
-        # Tensor attributes are compared by identity, because == is true for two one-element tensors of equal value.
-        self.held = [(vars(m), n, t) for m in compared for n, t in vars(m).items() if isinstance(t, Tensor)]
+        # Tensors in attributes are compared by identity, because == is true for two one-element tensors of equal value.
+        dictionaries = [*map(vars, compared), *[each for each in containers if isinstance(each, dict)]]
+        items: list[Any] = [(each, each.items()) for each in dictionaries]
+        items += [(each, enumerate(each)) for each in containers if isinstance(each, list)]
+        self.held = [(holder, key, t) for holder, found in items for key, t in found if isinstance(t, Tensor)]
         others = [value for value in within if isinstance(value, Tensor)]
         self.tensors: list[Any] = [*filter(lambda tensor: tensor is not None, self.slots), *others]
         # The QuantState of a linear layer is an attribute of the packed parameter.
@@ -194,10 +197,10 @@ class Fingerprint:
                 and [*chain.from_iterable(self.children)] == self.order
                 and (not self.requiring or self.found_hooks_besides() == self.hooks_besides)
                 and all(map(is_, map(code_of, functions), self.codes))
-                and all(map(is_, map(defaults_of, functions), self.defaults))
+                and all(map(is_, chain.from_iterable(map(defaults_of, functions)), self.defaults))
                 and all(space.get(name) is value for space, name, value in self.code.bindings)
                 and all(vars(layer).get(name) is value() for name, value in self.own.items())
-                and all(attributes.get(name) is tensor for attributes, name, tensor in self.held)
+                and all(holder[key] is tensor for holder, key, tensor in self.held)
                 and len(slots := [*found]) == len(self.slots)
                 and all(map(is_, slots, self.slots))
                 and all(map(is_, map(quant_state, self.packed), self.states))

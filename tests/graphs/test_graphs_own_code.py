@@ -171,6 +171,26 @@ def test_a_sequential_that_is_reordered():
     assert not fingerprint.holds()
 
 
+@pytest.mark.parametrize("change", ["tensor in a dict", "tensor in a list", "keyword defaults", "shape of a state"])
+def test_what_compares_as_equal(change, monkeypatch):
+    """== is true for two one-element tensors of equal value, and for the old dict of keyword defaults."""
+    mlp = layers_of(model_of())[0].mlp
+    mlp.act_fn = graphed.REMOTE.Factors(SHAPE.intermediate_size, DEVICE)
+    mlp.act_fn.tensors["default"], mlp.act_fn.lists["default"][0] = torch.ones(1), torch.ones(1)
+    state = mlp.up_proj.base_layer.weight.quant_state
+    fingerprint = Fingerprint(mlp)
+    assert fingerprint.holds() and fingerprint.is_in_place()
+    if change == "tensor in a dict":
+        mlp.act_fn.tensors["default"] = torch.ones(1)
+    elif change == "tensor in a list":
+        mlp.act_fn.lists["default"][0] = torch.ones(1)
+    elif change == "keyword defaults":
+        monkeypatch.setattr(graphed.REMOTE.Factors.forward, "__kwdefaults__", {"factor": 2.0})
+    else:
+        state.shape = torch.Size(reversed(state.shape))
+    assert not fingerprint.holds()
+
+
 def test_an_attribute_that_a_config_gets():
     model = model_of()
     fingerprint = Fingerprint(layers_of(model)[0])
