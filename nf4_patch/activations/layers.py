@@ -32,7 +32,7 @@ from ..patching.target import Target
 from .option import ActivationsStatus
 
 SIZES = 64  # the most input sizes that are remembered per layer
-EAGER_SIZES = 1024  # the most input sizes whose calls are counted per layer
+MANY = 1024  # the most input sizes in a layer's ``exact`` and ``eager``
 AGAIN = 16  # a layer is measured again at every AGAIN-th call
 FIRST_CALLS = 2  # calls with a size before CUDA graphs replace them; beside graphs, a layer recomputes in these calls
 # For up to this many rows, lora="fused" and matmul="auto" round differently without gradients than with gradients. The
@@ -137,12 +137,16 @@ class Record:
         )
         return min(larger, default=None)
 
-    def measured(self, size: InputSize, held: int) -> None:
+    def measured(self, size: InputSize, held: int, exact: bool = False) -> None:
         self.sizes[size] = max(held, 0)
         if len(self.sizes) > SIZES:
             smallest = min(self.sizes, key=lambda each: each[:2])
             del self.sizes[smallest]
             self.exact.discard(smallest)
+        if exact:  # also a size that was forgotten at once, so that it is not measured at every call
+            if len(self.exact) == MANY:
+                self.exact.clear()
+            self.exact.add(size)
 
 
 class Activations:
@@ -206,7 +210,7 @@ class Activations:
 
         If CUDA graphs will soon replace calls of this size, the memory is left to the graphs.
         """
-        if len(record.eager) == EAGER_SIZES:
+        if len(record.eager) == MANY:
             record.eager.clear()
         record.eager[size] += 1
         if record.eager[size] <= FIRST_CALLS and self.in_graphs[record.device] and not self.graphs_are_full():
@@ -300,8 +304,7 @@ def keep(
     outputs = [y for y in tensors(result) if y.grad_fn is not None]
     if measures:
         held = allocated(device) - before - sum(y.nbytes for y in outputs)
-        record.measured(size, held)
-        record.exact.add(size)
+        record.measured(size, held, exact=True)
         record.kept = max(held, 0) + waits
         call.resize(record.kept)
     activations.most[device] = max(activations.most.get(device, 0), activations.taken[device])

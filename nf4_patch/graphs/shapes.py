@@ -6,6 +6,7 @@ reference to the StaticCache if the model generates, and None in training.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -131,11 +132,12 @@ class Graphs:
 
         For example, ``merge_and_unload`` removes peft's modules.
         """
+        is_outdated = functools.cache(Fingerprint.is_outdated)  # the recordings of a layer may share a fingerprint
         with self.lock:
             for module in dict.fromkeys([model, *decoder_layers(model)]):
                 for layers in [*self.recordings.values(), *self.kept.values()]:
                     graph = layers.get(module)
-                    if graph is None or not graph.fingerprint.is_outdated():
+                    if graph is None or not is_outdated(graph.fingerprint):
                         continue
                     if isinstance(graph, KeptLayer):
                         self.retire(graph.generation)

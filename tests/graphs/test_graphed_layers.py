@@ -1291,6 +1291,16 @@ def test_the_fingerprint_of_any_recording_that_holds(monkeypatch):
     assert graphs.fingerprint_of(layer) is None
 
 
+def test_recordings_that_share_a_fingerprint_are_compared_once(monkeypatch):
+    model, compared = model_of(), []
+    layer = layers_of(model)[0]
+    found = SimpleNamespace(fingerprint=Fingerprint(layer))
+    monkeypatch.setattr(graphs, "recordings", {key: shapes_module.ByLayer({layer: found}) for key in range(3)})
+    monkeypatch.setattr(Fingerprint, "is_outdated", compared.append)
+    graphs.drop_outdated(model)
+    assert compared == [found.fingerprint]
+
+
 def test_when_a_shape_is_recorded(at_the_third_call):
     """A shape is recorded at its third call.
 

@@ -620,9 +620,11 @@ def test_calls_of_small_sizes_are_counted_although_their_memory_is_forgotten():
         assert found.why_no_room(record, sizes[0], 1) is Reason.ACTIVATIONS_WAITING
         record.measured(sizes[0], 1)
     assert found.why_no_room(record, sizes[0], 1) is None and sizes[0] not in record.sizes
-    for size in sizes:
+    for size in reversed(sizes):
         found.why_no_room(record, size, 1)
-    assert len(record.eager) <= module.EAGER_SIZES
+        record.measured(size, 1, exact=True)
+        assert size in record.exact  # otherwise, it would be measured at every call
+    assert max(len(record.eager), len(record.exact)) <= module.MANY and len(record.sizes) == module.SIZES
 
 
 def test_calls_that_graphs_never_replace_keep_their_activations_at_once():
