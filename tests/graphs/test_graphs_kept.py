@@ -269,9 +269,9 @@ def test_whose_activations_may_be_written():
 def test_a_recording_in_memory_that_graphs_hold_already(monkeypatch):
     """Such a recording fits, although rounding made the graphs take more than the budget."""
     monkeypatch.setattr(activations, "budget", 90)
-    monkeypatch.setattr(activations, "taken", {-1: 100})
+    monkeypatch.setattr(activations, "taken", {})
     keeper = Keeper(SimpleNamespace(device=-1))
-    keeper.counted = 100
+    keeper.count(100)
     assert [keeper.has_room(held) for held in (50, 51)] == [True, False]
 
 
