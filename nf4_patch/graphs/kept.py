@@ -99,7 +99,7 @@ class Keeper:
         self.counted = size
 
     def __del__(self) -> None:
-        """Count no more bytes. The model was deleted, and its layers held the graphs."""
+        """Count no more bytes, because the layers that held graphs have changed or were freed."""
         self.count(0)
 
     def close(self) -> None:
