@@ -127,8 +127,8 @@ def test_the_first_attention_of_a_process_changes_no_key_of_graphs():
     python("""
         import torch
         from nf4_patch.graphs.capture import Environment
-        before = Environment.current()
         x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+        before = Environment.current()
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
         assert Environment.current() == before
     """)
