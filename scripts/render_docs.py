@@ -492,7 +492,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         for model in ("Llama-3.1-70B", "Qwen3-32B")),
     "wait": lambda: " ms instead of ".join(
         f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
-    "grpo-step": lambda: "{:.1f} s instead of {:.1f}, Unsloth's {:.1f}".format(*(
+    "grpo-step": lambda: "{:.1f} s instead of {:.1f} (Unsloth's defaults: {:.1f})".format(*(
         records("grpo", side=side)[0]["step_s"] for side in ("fast", "bitsandbytes and peft", "unsloth"))),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
     "packed-qwen": partial(figure, "{packed_gb:.0f} GB instead of {dense_gb:.0f}"),
