@@ -17,7 +17,7 @@ def load() -> None:
 
 
 def load_early() -> None:
-    """Call ``load`` when PyTorch is imported, if a variable of nf4_patch is set.
+    """Call ``load`` when PyTorch is imported, if an environment variable of nf4_patch is set.
 
     For a checkpoint in MXFP4, ``load`` must run before transformers chooses the model's quantizer. If a script imports
     only transformers, bitsandbytes is imported after this choice.

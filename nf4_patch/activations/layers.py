@@ -197,9 +197,9 @@ class Activations:
     def wants(self, rest: int) -> int:
         """Return how many bytes per GPU the activations can use, if ``rest`` bytes per GPU are left.
 
-        The basis is the memory that all layers of a GPU hold together. The largest layer counts twice, because the backward of
-        its CUDA graph needs as much memory again. Up to twice this sum is useful, because sequence lengths without graphs keep
-        their activations beside the memory of the graphs. But such an increase is limited to a quarter of ``rest``.
+        The layers of a GPU need the sum of their activations, and the activations of the largest layer once more, for the
+        backward of its CUDA graph. If all this is less than a quarter of ``rest``, return up to twice as much, but no more than
+        this quarter. Sequence lengths without graphs can then keep their activations beside the memory of the graphs.
         """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):

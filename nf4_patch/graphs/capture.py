@@ -45,7 +45,7 @@ def precisions() -> tuple[Any, ...]:
 
 @functools.cache
 def settle_attention() -> None:
-    """Make PyTorch choose an attention backend once, because its first choice may change the order of the backends."""
+    """Make PyTorch choose an attention backend, so that its first choice does not change the order of the backends later."""
     # On another GPU, the tensor would make a CUDA context.
     for device in runtime.devices_in_use()[:1] if torch.cuda.is_available() else ():
         x = torch.empty(1, 1, 64, 64, dtype=torch.float16, device=device)

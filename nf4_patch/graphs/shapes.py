@@ -279,7 +279,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def kind_of(key: Any) -> Any:
-    """Return a key without its StaticCache, because a refusal holds for every StaticCache."""
+    """Return a key without its StaticCache. If a layer cannot be recorded for one StaticCache, it is refused for all of them."""
     return (*key[:-1], key[-1] is None)
 
 

@@ -209,7 +209,7 @@ class Spare:
         runtime.empty_cache()
 
     def take(self) -> None:
-        """Share the memory that training leaves free, less the margin.
+        """Share the memory that training leaves free, less the margin, among the users.
 
         The caller has waited until PyTorch has reserved all memory that a training step needs.
         """

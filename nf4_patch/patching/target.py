@@ -41,7 +41,7 @@ class Target:
         after: the module whose import installs the row, if that is not the function's own module.
         uncounted: the note that ``status()`` shows if the function's calls are not counted as hits.
         patch_copies: also replace the function in modules that imported it by name.
-        own: for a replacement that computes the result itself, the names under which the library defines its function.
+        own: for a replacement that computes the result itself, the possible names of the function in the library's source.
             If somebody else put another function in its place, that function runs (Reason.REPLACED). Empty for
             dequantizations, because all of them compute the same result.
         rows: the largest row count that the function supports, if the fused matmul is timed against it.

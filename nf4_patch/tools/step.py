@@ -121,7 +121,7 @@ def reset(model: Any) -> list[torch.nn.Parameter]:
 
 
 class Step:
-    """A training step on ``size`` (batch, length) fixed tokens."""
+    """A training step, always on the same tokens [batch, length]. ``size`` is (batch, length)."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: tuple[int, int], autocast: bool = True):
         generator = torch.Generator().manual_seed(size[0] * size[1])

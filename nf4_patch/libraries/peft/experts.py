@@ -40,7 +40,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """peft's ``ParamWrapper`` around a stack, with its active adapters, while its forward runs."""
+    """A ``ParamWrapper`` of peft around a stack, and the wrapper's active adapters, while the wrapper's forward runs."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype

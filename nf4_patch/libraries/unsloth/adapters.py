@@ -60,7 +60,7 @@ def compiles_layers() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls keep Unsloth's own kernel, because nf4_patch was not measured to be faster on every GPU here."""
+    """Return whether eager calls keep Unsloth's own kernel. They do unless nf4_patch was measured to be faster on all visible GPUs."""
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
