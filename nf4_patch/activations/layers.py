@@ -168,6 +168,8 @@ class Activations:
         if mode != self.mode:
             spare.leave(self.user)
             self.forget()
+            if any(self.in_graphs.values()):
+                self.give_back()  # graphs of another mode are never replayed
             self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)

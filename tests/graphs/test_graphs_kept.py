@@ -310,6 +310,18 @@ def test_a_length_that_gets_no_graphs_keeps_its_activations_at_once(monkeypatch)
         assert counters.uses_of("activations").hits == LAYERS
 
 
+def test_another_size_frees_the_graphs(monkeypatch):
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(4):
+            plain(model, None, step)
+        assert graphs.kept
+        activations.add(-1, 1)  # without a GPU, graphs take no memory
+        nf4_patch.enable(activations="1GiB")
+        activations.add(-1, -1)
+        assert not graphs.kept and not any(activations.taken.values())
+
+
 def test_no_room(monkeypatch):
     """Without room, no layer keeps its activations, and the Reason says so."""
     monkeypatch.setattr(Record, "estimate", lambda record, size: 2**21)
