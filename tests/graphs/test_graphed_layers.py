@@ -1548,16 +1548,16 @@ def test_threads_of_libraries_that_use_no_gpu():
 def test_numbers_that_another_thread_draws():
     """The capture of a layer that draws no random numbers does not restore a generator."""
     random.seed(0)
-    drawn, stop = [], threading.Event()
+    model, drawn, stop = model_of(), [], threading.Event()
 
     def draw():
-        while not stop.is_set():
+        while not stop.wait(1e-4):  # without the pause, this thread would take the GIL at each operator of the training
             drawn.append(random.random())
 
     draw_only = threading.Thread(target=draw)
     draw_only.start()
     try:
-        run(model_of(), one_step, graphs="auto")
+        run(model, one_step, graphs="auto")
     finally:
         stop.set()
         draw_only.join()
