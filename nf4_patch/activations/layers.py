@@ -183,9 +183,8 @@ class Activations:
         """Count ``size`` more bytes of activations that CUDA graphs keep, or fewer if ``size`` is negative."""
         self.in_graphs.setdefault(device, 0)
         self.taken.setdefault(device, 0)
-        self.in_graphs[device] += (
-            size  # like the next line, this one calls nothing, so no ``__del__`` can come in between
-        )
+        # These lines call nothing, so no ``__del__`` can come in between.
+        self.in_graphs[device] += size
         self.taken[device] += size
         self.most[device] = max(self.most.get(device, 0), self.taken[device])
 
