@@ -38,6 +38,7 @@ from torch import Tensor
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
+from nf4_patch.activations.layers import FIRST_CALLS
 from nf4_patch.graphs import capture, warmup
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
@@ -1307,6 +1308,7 @@ def test_when_a_shape_is_recorded(at_the_third_call):
     If a change dropped the recording, it is recorded again after twice as many calls each time.
     """
     assert [calls for calls in range(1, 100) if shapes_module.is_due(calls)] == [3, 6, 12, 24, 48, 96]
+    assert FIRST_CALLS == shapes_module.RECORDED_AT - 1
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 

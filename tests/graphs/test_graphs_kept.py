@@ -283,14 +283,20 @@ class Sized(recorders.Operations):
         return contextlib.nullcontext()
 
 
-def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
+def recorded_model(monkeypatch):
+    """Return a model whose layers have graphs that take memory, on a CPU too."""
     if not graphed.GPU:
         recorders.install(monkeypatch, Sized)
     model = model_of()
+    for step in range(4):
+        plain(model, None, step)
+    assert sum(activations.taken.values()) == sum(activations.in_graphs.values()) > 0
+    return model
+
+
+def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
     with nf4_patch.enabled(graphs="auto", activations=SIZE):
-        for step in range(4):
-            plain(model, None, step)
-        assert sum(activations.taken.values()) == sum(activations.in_graphs.values()) > 0
+        model = recorded_model(monkeypatch)
         del model
         gc.collect()
         assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
@@ -298,28 +304,19 @@ def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
 
 def test_a_length_that_gets_no_graphs_keeps_its_activations_at_once(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", 1)
-    if not graphed.GPU:
-        recorders.install(monkeypatch, Sized)
-    model = model_of()
     with nf4_patch.enabled(graphs="auto", activations=SIZE):
-        for step in range(4):
-            plain(model, None, step)
-        assert sum(activations.in_graphs.values()) and graphs.is_full()
+        model = recorded_model(monkeypatch)
+        assert graphs.is_full()
         counters.reset()
         loss_of(model, 0, 8).backward()
         assert counters.uses_of("activations").hits == LAYERS
 
 
 def test_another_size_frees_the_graphs(monkeypatch):
-    model = model_of()
     with nf4_patch.enabled(graphs="auto", activations=SIZE):
-        for step in range(4):
-            plain(model, None, step)
-        assert graphs.kept
-        activations.add(-1, 1)  # without a GPU, graphs take no memory
+        model = recorded_model(monkeypatch)
         nf4_patch.enable(activations="1GiB")
-        activations.add(-1, -1)
-        assert not graphs.kept and not any(activations.taken.values())
+        assert model is not None and not graphs.kept and not any(activations.taken.values())
 
 
 def test_no_room(monkeypatch):
