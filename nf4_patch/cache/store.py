@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..memory.waits import Waits
 from ..nf4 import runtime
 from ..nf4.weight import PackedWeight
 from ..patching import dequantizer
+from ..patching.context import plain_methods
 from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
@@ -65,20 +67,42 @@ class Cache(dequantizer.Reader):
         self.user = User(1, self.set_budget, self.taken)
         self.pinning = -1  # the stream on which ``pinned`` collects weights, or -1
         self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the weights that ``pinned`` collected
+        self.missed: dict[Any, tuple[PackedWeight, Decode]] = {}  # weights that ``fill`` may cache, by ``location``
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
         """Yield a list, to which ``read`` adds each cached weight that a CUDA graph capture on this stream uses.
 
         The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights. Inside the ``with`` block,
-        no new weights are cached on this stream.
+        only ``fill`` caches new weights that are read on this stream.
         """
         try:
-            self.pins = []
+            self.pins, self.missed = [], {}
             self.pinning = stream
             yield self.pins
         finally:
-            self.pinning, self.pins = -1, []
+            self.pinning, self.pins, self.missed = -1, [], {}
+
+    def fill(self, less: int) -> bool:
+        """Cache the weights that were read inside ``pinned`` but not during a capture. Return whether any was cached.
+
+        With "auto", the cache gets its budget after the layers ran eagerly, so graphs would otherwise never find cached weights.
+
+        Args:
+            less: bytes of the budget that stay free for the memory of graphs.
+        """
+        pinning, missed, misses = self.pinning, self.missed, self.misses
+        self.pinning, self.missed = -1, {}
+        try:
+            with plain_methods():
+                for weight, decode in missed.values():
+                    if size_of(weight) + less <= self.room(weight.packed.get_device()) and self.why_not(weight) is None:
+                        self.decoded(weight, decode)
+        except torch.OutOfMemoryError:
+            pass  # the graphs decode the other weights; the recording that is in progress needs its memory
+        finally:
+            self.pinning = pinning
+        return self.misses > misses
 
     def invalidate(self, entry: CacheEntry) -> None:
         """Free an entry's dense copy and scales. This may run at any time, in any thread."""
@@ -212,6 +236,8 @@ class Cache(dequantizer.Reader):
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
             return None  # the caller then checks its guards, which name the Reason
         why = self.why_not(weight)
+        if why is Uncached.CUDA_GRAPH and self.auto is not None and not is_captured(weight.packed.get_device()):
+            self.missed[location(weight)] = weight, decode
         if why is None:
             result = self.keep(weight, decode)
             if result is not None:
@@ -229,20 +255,29 @@ class Cache(dequantizer.Reader):
         Raises:
             OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
         """
-        mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
+        try:
+            return self.decoded(weight, decode)
+        except torch.OutOfMemoryError:
+            if self.auto is None:
+                raise
+            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller decodes this one
+            return None
+
+    def decoded(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
+        """Decode and cache a weight, or return None if the budget has no room.
+
+        Raises:
+            OutOfMemoryError: the decode ran out of memory.
+        """
+        mode, device, size = self.mode, weight.packed.get_device(), size_of(weight)
         with self.lock:  # the lock is not held during the decode below, because the decode is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
         entry = CacheEntry(weight)
         self.misses += 1
-        try:
-            with torch.inference_mode(False):  # training may read this dense copy after generation decoded it
-                result = decode(weight)
-        except torch.OutOfMemoryError:
-            if self.auto is None:
-                raise
-            self.auto.give_back(Waits.OUT_OF_MEMORY)  # drops every cached weight; the caller decodes this one
+        with torch.inference_mode(False):  # training may read this dense copy after generation decoded it
+            result = decode(weight)
         if isinstance(result, Tensor):
             with self.lock:
                 self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile

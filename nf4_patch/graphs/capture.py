@@ -349,6 +349,11 @@ class GraphedLayer:
 
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)
+        if cache.missed:
+            with self.recorder.outside():
+                filled = cache.fill(0 if self.keeps else self.recorder.size)  # the budget of activations covers kept ones
+            if filled:  # other kernels may multiply cached weights
+                warm_up(self.recorder, work)
         self.pins.clear()
 
     def record_forward(self, work: Any) -> Tensor:

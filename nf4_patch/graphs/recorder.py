@@ -74,6 +74,7 @@ class Recorder:
         self.replay_stream = runtime.current_stream(device)
         self.broken = False  # True after a capture failed
         self.taken = 0  # bytes that PyTorch has reserved for the pool
+        self.begun: int | None = None  # bytes that PyTorch had reserved when ``leaving_enough`` began
         self.longest = 0  # most elements of a layer's input for which there are graphs
         self.prepare()
 
@@ -226,10 +227,28 @@ class Recorder:
             torch.OutOfMemoryError: the GPU has too little memory.
         """
         self.check(part, held)  # A warm-up already takes memory that stays allocated, such as cuBLAS's workspace.
-        before = memory(self.device, "reserved_bytes")
-        yield
-        self.taken += memory(self.device, "reserved_bytes") - before
+        self.begun = memory(self.device, "reserved_bytes")
+        try:
+            yield
+            self.taken = self.size
+        finally:
+            self.begun = None
         self.check(part, held)
+
+    @property
+    def size(self) -> int:
+        """The bytes that PyTorch has reserved for the pool, also while graphs are recorded."""
+        return self.taken + (0 if self.begun is None else memory(self.device, "reserved_bytes") - self.begun)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside the ``with`` block of ``recording``, run another block on the stream of the replays and beside the pool."""
+        before, stream = memory(self.device, "reserved_bytes"), torch.cuda.ExternalStream(self.replay_stream, self.device)
+        with torch.cuda.stream(stream):
+            yield
+        self.stream.wait_stream(stream)
+        if self.begun is not None:
+            self.begun += memory(self.device, "reserved_bytes") - before
 
     def check(self, part: int, held: int) -> None:
         peak = memory(self.device, "allocated_bytes", "peak")

@@ -39,6 +39,7 @@ import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.activations.layers import FIRST_CALLS
+from nf4_patch.cache.store import cache
 from nf4_patch.graphs import capture, warmup
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
@@ -219,6 +220,43 @@ def test_training(base, how):
     assert found["reasons"] == {"GRAPH_NEW_SHAPE"}
     if "cache" in base:
         assert found["status"].cache.hits > LAYERS * 7 * 2 * (STEPS - EAGER - 1)
+
+
+def with_free_memory(monkeypatch: Any) -> None:
+    """Give ``"auto"`` something to share on a machine without a GPU."""
+    if not GPU:
+        monkeypatch.setattr(MemoryInfo, "of", classmethod(lambda cls, device: cls(2**34, 0, 0, 0)))
+        for name, value in (("devices_in_use", lambda: [-1]), ("empty_cache", lambda: None), ("allocation_retries", lambda _: 0)):
+            monkeypatch.setattr(runtime, name, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "auto"}], ids=["recomputed", "kept"])
+def test_layers_fill_the_cache_when_they_are_recorded(options, frozen, at_the_third_call, monkeypatch):
+    """``cache="auto"`` gets its budget after two steps, when the layers are recorded and never run eagerly again."""
+    with_free_memory(monkeypatch)
+    found = compared(model_of, steps=6, base=options | {"cache": "auto"})
+    assert found["replays"] == LAYERS * 4
+    assert found["status"].cache.weights == LAYERS * 7
+    assert found["status"].cache.hits >= LAYERS * 7 * 3
+    assert found["status"].activations.mode == "off" or found["status"].activations.layers == LAYERS
+
+
+def test_layers_are_recorded_if_the_cache_runs_out_of_memory(frozen, at_the_third_call, monkeypatch):
+    def fill(less):
+        with monkeypatch.context() as patched:
+            patched.setattr(cache, "decoded", raises)
+            assert cache.missed
+            return whole(less)
+
+    def raises(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with_free_memory(monkeypatch)
+    whole = cache.fill
+    monkeypatch.setattr(cache, "fill", fill)
+    found = compared(model_of, steps=4, base={"cache": "auto"})
+    assert found["replays"] == LAYERS * 2
+    assert found["status"].cache.weights == 0 and not found["status"].cache.waits
 
 
 @pytest.mark.full
