@@ -199,8 +199,9 @@ class Activations:
         """Return how many bytes per GPU the activations can use, if ``rest`` bytes per GPU are left.
 
         The layers of a GPU need the sum of their activations, and the activations of the largest layer once more, for the
-        backward of its CUDA graph. If all this is less than a quarter of ``rest``, return up to twice as much, but no more than
-        this quarter. Sequence lengths without graphs can then keep their activations beside the memory of the graphs.
+        backward of its CUDA graph. If there are graphs, and all this is less than a quarter of ``rest``, return up to twice as
+        much, but no more than this quarter. Sequence lengths without graphs can then keep their activations beside the memory of
+        the graphs.
         """
         wanted, largest = Counter[int](), Counter[int]()
         for record in list(self.records.values()):
@@ -208,7 +209,7 @@ class Activations:
             wanted[record.device] += size
             largest[record.device] = max(largest[record.device], size)
         every = max((wanted + largest).values(), default=0)
-        return max(every, min(2 * every, rest // 4))
+        return every if switch.value("graphs") == "off" else max(every, min(2 * every, rest // 4))
 
     def why_no_room(self, record: Record, size: InputSize, held: int) -> Reason | None:
         """Count the call. Return the Reason why the layer must not keep ``held`` more bytes until its backward, or None.

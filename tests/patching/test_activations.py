@@ -761,9 +761,11 @@ def test_activations_come_first_and_the_cache_gets_the_rest(gpu):
     wanted = activations.wants(0)
     assert activations.user.share >= wanted > MIB and cache.budget > 0
     assert activations.user.share + cache.budget <= gpu.total
-    assert abs(activations.user.share - 2 * wanted) < 0.6 * wanted  # memory is plentiful
-    assert [activations.wants(part * wanted) for part in (4, 6, 9)] == [wanted, 3 * wanted // 2, 2 * wanted]
+    assert activations.user.share < 1.6 * wanted
+    assert activations.wants(9 * wanted) == wanted
     assert nf4_patch.status().cache.budget == cache.budget
+    nf4_patch.enable(graphs="auto")  # if memory is plentiful, lengths without graphs keep their activations too
+    assert [activations.wants(part * wanted) for part in (4, 6, 9)] == [wanted, 3 * wanted // 2, 2 * wanted]
     nf4_patch.enable(cache="off")
     assert [user.rank for user in spare.users] == [0]
     nf4_patch.enable(activations="off")
