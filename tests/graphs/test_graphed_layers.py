@@ -241,6 +241,19 @@ def test_layers_fill_the_cache_when_they_are_recorded(options, frozen, at_the_th
     assert found["status"].activations.mode == "off" or found["status"].activations.layers == LAYERS
 
 
+@pytest.mark.parametrize("options", [{}, {"activations": "auto"}], ids=["recomputed", "kept"])
+def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, frozen, monkeypatch):
+    """With gradient accumulation, layers are recorded in the first training step, before ``"auto"`` has a budget."""
+
+    def step_of(model, optimizer, step):
+        return [loss for part in range(RECORDED_AT) for loss in backward(loss_of(model, RECORDED_AT * step + part))]
+
+    with_free_memory(monkeypatch)
+    found = compared(model_of, step_of, steps=4, base=options | {"cache": "auto"})
+    assert found["status"].cache.weights == LAYERS * 7
+    assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
+
+
 def test_layers_are_recorded_if_the_cache_runs_out_of_memory(frozen, at_the_third_call, monkeypatch):
     def fill(less):
         with monkeypatch.context() as patched:
