@@ -27,7 +27,7 @@ from bitsandbytes.autograd import _functions
 import nf4_patch
 from benchmarks import bits, challenge, main
 from benchmarks.baselines import baselines
-from benchmarks.models import LLAMA_8B, MODELS, projections, training_dtype
+from benchmarks.models import LLAMA_8B, projections, training_dtype
 from benchmarks.products import Functions, Packed, random_weights, subject_of
 from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row
 from benchmarks.timing import Call, alternating, gpu_times, over, rotation
@@ -44,8 +44,10 @@ METHOD = {
     "host": "Host time of one eager call that starts on an idle GPU, including allocation, guards and statistics.",
 }
 CHALLENGE = [(intermediate, hidden) for hidden, intermediate, *_ in challenge.CONFIGURATIONS]
-SHAPES = dict.fromkeys((*CHALLENGE, *(shape for model in MODELS.values() for shape in projections(model))))
-DTYPES = (torch.float16, torch.bfloat16)
+IN_BF16 = [
+    (intermediate, hidden) for hidden, intermediate, _, dtype, *_ in challenge.CONFIGURATIONS if dtype is torch.bfloat16
+]
+SHAPES = dict.fromkeys((*IN_BF16, *projections(LLAMA_8B)))
 HOST_CALLS = 200  # below the depth of the launch queue (1024), so that the host never waits for the GPU
 # (num_warps, words per thread). The ceiling is the fastest of these on this GPU and size.
 CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
@@ -152,10 +154,12 @@ def host(
     return Row(subject, "us", alternating({OURS: ours, **others}, host_us, rounds=20), checks)
 
 
-def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) -> Iterator[Row]:
+def dequantizations(
+    tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+) -> Iterator[Row]:
     others = baselines(in_graph=True)
     ceilings: Functions = {f"{CEILING} {config}": functools.partial(ceiling, config) for config in CONFIGS}
-    chosen = list(itertools.product(shapes, DTYPES))
+    chosen = list(itertools.product(shapes, dtypes))
     for i, (shape, dtype) in enumerate(chosen):
         tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
         yield with_ceiling(one_shape(shape, dtype, others, ceilings))

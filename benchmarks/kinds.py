@@ -1,4 +1,4 @@
-"""Kinds of models for benchmarks of training steps: LoRA with peft on random 4-bit weights, Liger, compiled layers, Unsloth.
+"""Kinds of models for benchmarks of training steps: LoRA with peft on random 4-bit weights, Liger, Unsloth.
 
 Liger and Unsloth patch a whole process, so every process builds models of one kind only.
 """
@@ -12,12 +12,10 @@ import torch
 
 from benchmarks.checkpoint import save_config
 from benchmarks.models import EXPERTS, LINEARS
-from benchmarks.training import RANK, peft_model, trained
+from benchmarks.training import RANK, peft_model
 from nf4_patch.tools.patch import patch
 
-STOCK = "peft"
-FP32, LIGER, DENSE, UNSLOTH = "fp32", "liger", "16-bit experts", "unsloth"
-COMPILED = "compiled layers"
+STOCK, LIGER, DENSE, UNSLOTH = "peft", "liger", "16-bit experts", "unsloth"
 LIBRARIES = {UNSLOTH: "unsloth", LIGER: "liger_kernel"}  # that a kind of model needs
 
 
@@ -49,12 +47,6 @@ def model_of(kind: str, config: Any) -> Any:
         model = peft_model(config, LINEARS[:4] if mixture else LINEARS, **options)
     if kind == DENSE:
         unpack(model)
-    if kind == FP32:
-        for parameter in trained(model):
-            parameter.data = parameter.data.float()
-    if kind == COMPILED:
-        for layer in model.get_base_model().model.layers:
-            layer.compile(dynamic=False)  # one graph per length
     if kind == LIGER:  # as in transformers' Trainer; Liger does not support 4-bit experts
         from transformers.integrations.liger import apply_liger_kernel
 

@@ -26,11 +26,10 @@ class Shape(NamedTuple):
     max_position_embeddings: int = 2048
 
 
-# MODELS holds the sizes of Llama 3.2 1B, Llama 3.1 8B, Qwen 2.5 7B and Llama 3.1 70B, in the order of Shape's fields.
+# MODELS holds the sizes of Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B, in the order of Shape's fields.
 MODELS = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
     "llama-8b": Shape(**step.LLAMA_8B),
-    "qwen-7b": Shape(3584, 18944, 28, 28, 4, 152064, 8192),
     "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
 }
 LLAMA_8B = MODELS["llama-8b"]

@@ -19,10 +19,7 @@ from nf4_patch.tools.report import Progress, require_gpu, require_patch
 BLOCK_GRAPHS = (("UNSLOTH_BLOCK_CUDAGRAPHS", "1"),)
 BEST = f"{UNSLOTH}, best"  # every layer keeps its activations, and runs as Unsloth's own CUDA graphs
 # Unsloth with its own checkpoint, which is its default. It moves the inputs of layers to host memory.
-OFFLOADING = {
-    f"{UNSLOTH}, offloading": Side(UNSLOTH, None, checkpointing="unsloth"),
-    f"{UNSLOTH}, offloading, graphs": Side(UNSLOTH, GRAPHS, checkpointing="unsloth"),
-}
+OFFLOADING = Side(UNSLOTH, None, checkpointing="unsloth")
 
 
 def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
@@ -40,34 +37,28 @@ def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
         "activations": Side(LIGER, best),
         "cache": Side(LIGER, best | CACHE),
         "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
-        "activations, no graphs": Side(LIGER, common | FUSED | ACTIVATIONS),
-        UNSLOTH: Side(UNSLOTH, None),
         BEST: Side(UNSLOTH, None, environment=BLOCK_GRAPHS, skips="max"),
+        f"{UNSLOTH}, offloading": OFFLOADING,
+        f"{UNSLOTH}, offloading, graphs": OFFLOADING._replace(options=GRAPHS),
     }
 
 
 def dense(layers: int) -> Comparison:
     sides = sides_of({"peft": Side(STOCK, None)})
-    sides[f"{UNSLOTH}, graphs"] = Side(UNSLOTH, GRAPHS)
-    sides[f"{UNSLOTH}, block graphs"] = Side(UNSLOTH, None, environment=BLOCK_GRAPHS)
-    sides |= OFFLOADING
-    if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
-        sides = {name: side for name, side in sides.items() if name not in ("patch", "liger", "paged optimizer")}
     return Comparison("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 
 def small() -> Comparison:
     """Return the comparison for a small model with its whole vocabulary, whose head takes a large part of a step."""
     every, shape = dense(4).sides, MODELS["llama-1b"]
-    sides = {name: every[name] for name in ("peft", "fused", "graphs", "activations")}
+    sides = {name: every[name] for name in ("peft", "fused", "graphs", "activations", BEST)}
     sides["graphs, no liger"] = Side(STOCK, FUSED | GRAPHS)
-    sides |= {name: every[name] for name in (UNSLOTH, BEST, f"{UNSLOTH}, graphs", f"{UNSLOTH}, block graphs")}
     return Comparison("Llama-3.2-1B", shape.num_hidden_layers, sides, LENGTHS, partial(config_of, shape))
 
 
 def mixture() -> Comparison:
     """Return the comparison for a mixture. The first side has experts in 16 bits, because peft's LoRA on experts needs them."""
-    sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED) | OFFLOADING
+    sides = sides_of({"16-bit experts": Side(DENSE, None)}, **PACKED)
     return Comparison("Qwen3-30B-A3B", 2, sides, ((1, 512), (1, 2048), (1, 4096)), qwen3)
 
 

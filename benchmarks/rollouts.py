@@ -67,21 +67,15 @@ class Side(NamedTuple):
 
 
 DECODE_GRAPHS = "UNSLOTH_DECODE_CUDA_GRAPHS"
-EAGER, FAST = "bitsandbytes and peft, static cache", Side(STOCK, {"profile": "fast"}, True)
+EAGER = "bitsandbytes and peft, static cache"
 SIDES = {
-    "bitsandbytes and peft": Side(STOCK, None),
-    EAGER: Side(STOCK, None, True),
-    "patch": Side(STOCK, {"matmul": "auto"}),
     "graphs": Side(STOCK, {"matmul": "auto", "graphs": "auto"}, True),
-    "fast": FAST,
-    UNSLOTH: Side(UNSLOTH, None, environment=((DECODE_GRAPHS, "0"),)),
+    "fast": Side(STOCK, {"profile": "fast"}, True),
     "unsloth, decode graphs": Side(UNSLOTH, None, environment=((DECODE_GRAPHS, "1"),)),
 }
 OTHER_SIDES = {
-    EAGER: SIDES[EAGER],
-    "patch, static cache": Side(STOCK, {"matmul": "auto"}, True),
+    EAGER: Side(STOCK, None, True),
     "graphs only": Side(STOCK, {"graphs": "auto"}, True),
-    "fast": FAST,
 }  # of other models than Llama
 
 

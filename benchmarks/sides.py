@@ -1,8 +1,7 @@
 """Measure a QLoRA step of several sides, which alternate. Each side has its own process.
 
 The options of a side stay on, so its layers are captured and its cache is filled once. The processes build, learn and
-warm up at the same time. Then the sides are measured one at a time. All processes share the memory of the GPU. On a GPU
-with little memory, compare fewer sides, for example with ``python -m benchmarks.step --peft``.
+warm up at the same time. Then the sides are measured one at a time. All processes share the memory of the GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import nf4_patch
-from benchmarks.kinds import COMPILED, FP32, LIBRARIES, UNSLOTH, model_of, unsloth_model
+from benchmarks.kinds import LIBRARIES, UNSLOTH, model_of, unsloth_model
 from benchmarks.timing import Machine, kernels, machine, synchronize
 from benchmarks.training import BUDGET, Size, Step, optimizer_of
 from nf4_patch.tools.report import Progress, Report, silent, table
@@ -97,7 +96,7 @@ class Running:
         return optimizer_of(self.model, lr, self.side.optimizer)
 
     def step_of(self, size: Size, optimizer: torch.optim.Optimizer) -> Step:
-        return Step(self.model, optimizer, size, False, autocast=self.side.kind != FP32)
+        return Step(self.model, optimizer, size, False)
 
     def learn(self, size: Size) -> list[float]:
         """Return the losses of steps that learn. Every side starts from the same adapters."""
@@ -281,14 +280,14 @@ def differ(sides: Mapping[str, Any], losses: Mapping[str, float], size: Size) ->
     """Yield a message for each wrong loss.
 
     The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16. Some sides are not
-    compared bit for bit. The bits of compiled layers and of Unsloth vary between processes, also without the patch.
-    With packed experts, other kernels multiply cached weights of experts.
+    compared bit for bit. Unsloth's bits vary between processes, also without the patch. With packed experts, other
+    kernels multiply cached weights of experts.
     """
     first: dict[tuple[str, bool], str] = {}
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
         side, options = sides[name], sides[name].options or {}
-        if "experts" not in options and side.kind not in (COMPILED, UNSLOTH):
+        if "experts" not in options and side.kind != UNSLOTH:
             other = first.setdefault((side.kind, "lora" in options), name)
             if loss != losses[other] and side.options is not None:
                 yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"

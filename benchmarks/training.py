@@ -58,26 +58,22 @@ Size = tuple[int, int]  # batch, tokens
 
 
 class Step(step.Step):
-    """A step with the patch and these options, or without the patch.
+    """A step with the patch and this cache, or without the patch.
 
-    It records losses and the peaks of allocated and reserved GPU memory, in bytes.
+    It records losses and the peak of allocated GPU memory, in bytes.
     """
 
-    def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off",
-        autocast: bool = True, **options: str,
-    ):  # fmt: skip
-        super().__init__(model, optimizer, size, autocast)
-        self.on, self.cache, self.options = on, cache, options
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off"):
+        super().__init__(model, optimizer, size)
+        self.on, self.cache = on, cache
         self.losses: list[float] = []
-        self.peak = self.reserved = self.taken = self.calls = 0
+        self.peak = self.taken = self.calls = 0
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Turn the patch on or off and run two warm-up steps, then run the ``with`` block."""
-        with patch(self.on, cache=self.cache, **self.options):
-            # The first step fills the cache and compiles. A layer is captured as CUDA graphs at its third call.
-            for _ in range(4 if "graphs" in self.options else 2):
+        with patch(self.on, cache=self.cache):
+            for _ in range(2):  # the first step fills the cache and compiles
                 self()
             yield
 
@@ -94,5 +90,5 @@ class Step(step.Step):
             self.losses.append(self().item())
             self.calls = nf4_patch.status().hits - calls
             if torch.cuda.is_available():
-                self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                self.peak = torch.cuda.max_memory_allocated()
             self.taken = sum(nf4_patch.status().cache.taken.values())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measure the figures of docs/data again on this machine's GPUs. Each GPU runs one benchmark at a time.
 
-    python scripts/measure.py                                   every file of a GPU
-    python scripts/measure.py step-cache bench                  only these files
-    python scripts/measure.py recipe step-trl -- --seconds 400  these files, with these arguments for each command
+    python scripts/measure.py                                  every file of a GPU
+    python scripts/measure.py step-cache bench                 only these files
+    python scripts/measure.py recipe lengths -- --seconds 400  these files, with these arguments for each command
 
 Run scripts/render_docs.py afterwards. The exit code is 1 if a command failed.
 """

@@ -18,7 +18,7 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -42,19 +42,11 @@ WORDS = {  # side of the data -> row of a table
     "peft": "a plain TRL script", "16-bit experts": "a plain TRL script, experts in 16 bits", "patch": "the patch",
     "liger": "+ the patch, `use_liger_kernel=True`", "fused": '+ `lora="fused"`', "graphs": '+ `graphs="auto"`',
     "graphs, no liger": '`lora="fused"`, `graphs="auto"`, without Liger',
-    "activations": '+ `activations="16GiB"`', "activations, no graphs": '`lora="fused"`, `activations="16GiB"`, without graphs',
-    "cache": "+ a cache with room for every weight",
-    "paged optimizer": 'the same with `optim="paged_adamw_8bit"`', "unsloth": "Unsloth",
-    "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
+    "activations": '+ `activations="16GiB"`', "cache": "+ a cache with room for every weight",
+    "paged optimizer": 'every switch, `optim="paged_adamw_8bit"`',
     "unsloth, best": 'Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`, `checkpoint_skip_layers="max"`',
-    "unsloth, graphs": 'Unsloth, `enable(graphs="auto")`',
     "unsloth, offloading": "Unsloth, its own checkpoint",
     "unsloth, offloading, graphs": 'Unsloth, its own checkpoint, `enable(graphs="auto")`',
-    "bitsandbytes and peft": "bitsandbytes and peft",
-    "bitsandbytes and peft, static cache": "bitsandbytes and peft, static cache",
-    "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',
-    "bnb plain": "bitsandbytes, no adapter", "enable plain": "`enable()`, no adapter",
-    "auto plain": '`enable(matmul="auto")`, no adapter', "dense": "adapter merged into 16-bit weights",
 }  # fmt: skip
 NOISE = 0.02  # Smaller differences are called noise, also where the rounds of a run differed by less.
 Record = dict[str, Any]
@@ -245,7 +237,6 @@ def offload(**where: Any) -> list[Record]:
             "dense_experts_gb": (dense := packed / PACKED_BYTES * 2 / 1e9),
             "gate_up_gb": (gate_up := dense * 2 / 3),
             "merge_gb": 2 * BILLIONS[run["model"]] + gate_up,
-            "lora": "attention" if run["attention_only"] else "attention, experts",
         }
         for model in BILLIONS for run in records("offload", **{"model": model} | where) if "gpu_ms" in run
     ]  # fmt: skip
@@ -281,12 +272,10 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {  # key: w
     "unsloth": ("Unsloth, its defaults, dense, 4 layers", "`graphs`", "no patch", partial(speedups, "recipe", *OFFLOADING)),
     "dense-fast": ("dense, 4 layers, TRL with Liger, memory to spare", f"{LAYERS}, `cache`", "the same script, plain `enable()`",
                    partial(speedups, "recipe", "cache", "liger")),
+    "cache": ("the same dense model", "the same", "the same script without `cache`", partial(speedups, "recipe", "cache", "activations")),
     "small": ("Llama-3.2-1B, TRL", LAYERS, BEST, partial(speedups, "recipe-1b", "activations", "unsloth, best")),
     "unsloth-mixture": ("Unsloth, its defaults, mixture, 2 layers", "`graphs`", "no patch",
                         partial(speedups, "recipe-moe", *OFFLOADING)),
-    "cache": ("dense, 4 layers, TRL, memory to spare", "`cache`", "no patch", partial(speedups, "step-trl", "peft, patch, cached", "peft")),
-    "generation-compiled": ("4-bit generation, compiled, 1 / 8 / 32 sequences", "`matmul`", "bitsandbytes",
-                            partial(records, "generate", side="stock", setting="compiled")),
 }  # fmt: skip
 
 
@@ -374,12 +363,10 @@ def install() -> str:
     return f"```bash\npip install git+{repository} {libraries}    # downloads 5.4 GB\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
-def sides(name: str, heading: str, only: Container[int] | None = None, **where: Any) -> str:
-    """Return the table of a benchmark with a row per subject and a column per side. ``only`` selects weights of these sizes."""
-    found = [record for record in records(name, **where) if "fp16" not in record["subject"]]
-    if only is not None:
-        found = [row for row in found if all(int(size) in only for size in re.findall(r"\d{3,}", row["subject"]))]
-    return pivot(sorted(found, key=itemgetter("nbytes")), {heading: "{subject}"}, {"{side}": "{compared}"})
+def sides(name: str, heading: str, **where: Any) -> str:
+    """Return the table of a benchmark with a row per subject and a column per side."""
+    found = sorted(records(name, **where), key=itemgetter("nbytes"))
+    return pivot(found, {heading: "{subject}"}, {"{side}": "{compared}"})
 
 
 def values_of(variable: Variable) -> list[str]:
@@ -391,20 +378,28 @@ def values_of(variable: Variable) -> list[str]:
 
 UNBROKEN = "\u00a0/\u00a0"  # in one line of a cell
 STEP, STEPS = "ms, wall-clock time / GPU time", {"{tokens:,} tokens": f"{{wall_ms:.1f}}{UNBROKEN}{{gpu_ms:.1f}}"}
-# rows of a table, as far as they were measured
+# the rows of a table on a page; docs/data/tables.md has the other rows
 DENSE_SIDES = ["peft", "liger", "fused", "graphs", "activations", "cache", "unsloth, offloading", "unsloth, best"]
 MIXTURE_SIDES = ["16-bit experts", *DENSE_SIDES[1:]]
 ROLLOUTS = {
-    "patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache',
+    "bitsandbytes and peft": "bitsandbytes and peft", "patch": '`enable(matmul="auto")`', "graphs": '`enable(matmul="auto", graphs="auto")`, static cache',
     "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": DECODE_GRAPHS,
 }  # fmt: skip
 GRPO = ROLLOUTS | {"unsloth": "Unsloth's GRPO, its defaults"}
 GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
 
 
-def steps(name: str, row: str, memory: str) -> str:
-    """Return the table of a training step with a row per side."""
-    return pivot(records(name), {STEP: row}, STEPS | {"GiB": memory}, joint=UNBROKEN)
+def steps(row: str, found: Iterable[Record]) -> str:
+    """Return the table of a training step. ``row`` is the format of a row's name."""
+    return pivot(found, {STEP: row}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN)
+
+
+def recipes(on_page: bool) -> str:
+    """Return the table of the sides of DENSE_SIDES and MIXTURE_SIDES, or of all other sides."""
+    return steps("{model}, {layers} layers: {words}", (
+        row for name, sides in (("recipe", DENSE_SIDES), ("recipe-moe", MIXTURE_SIDES))
+        for row in sorted(records(name), key=lambda row: sides.index(row["side"]) if row["side"] in sides else -1)
+        if (row["side"] in sides) is on_page))  # fmt: skip
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -423,33 +418,22 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gains": partial(gains, *[*GAINS][:9], typed=True),
     "gains-more": partial(gains, *[*GAINS][9:], typed=True),
     "dequantize": partial(sides, "bench", "µs", section="dequantize"),
-    "dequantize-llama": partial(sides, "bench", "µs", {1024, 4096, 14336}, section="dequantize"),
     "dequantize-matmul": partial(sides, "bench", "µs", section="dequantize + matmul"),
     "host": partial(sides, "bench", "µs", section="host"),
     "challenge": partial(sides, "challenge", "s", subject="total"),
     "generation": partial(sides, "generate", "tokens/s"),
-    "generation-lora": lambda: pivot(
-        sorted((row for row in records("generation-lora") if "tokens_s" in row), key=itemgetter("batch")),
-        {"tokens per second": "{words}, {layers} {code} layers"}, {"batch {batch}": "{tokens_s:,.0f}"}),
     "matmul": lambda: pivot(
         records("matmul", side="bitsandbytes"), {"rows of X": "{m}"}, {"{section}": "{ours} ({speedup})"}),
     "cache": lambda: pivot(
         records("step-cache", side="unpatched"),
         {"model, tokens": "{what}"}, {"{setting}": "{speedup}, {peak_gib:.1f} GiB"}),
-    "experts-4bit": lambda: pivot(
-        records("step-experts-4bit", section="frozen experts"),
-        {"ms, GiB": "{what}"}, {"{side}": "{compared}, {peak_gib:.1f}"}),
-    "recipes": lambda: pivot(
-        [row for name, sides in (("recipe", DENSE_SIDES), ("recipe-moe", MIXTURE_SIDES))
-         for row in sorted(records(name), key=lambda row: sides.index(row["side"]) if row["side"] in sides else -1)
-         if row["side"] in sides],
-        {STEP: "{model}, {layers} layers: {words}"}, STEPS | {"GiB": "{reserved_gib:.1f}"}, joint=UNBROKEN),
+    "recipes": partial(recipes, True),
+    "recipes-more": partial(recipes, False),
+    "recipe-1b": lambda: steps("{words}", records("recipe-1b")),
     "lengths": lambda: pivot(
         [row | {"words": GRAPHS[row["side"]], "to": "not set" if row["pad_to"] == 1 else f"`{row['pad_to']}`"}
          for row in records("lengths")],
         {"`pad_to_multiple_of=`": "{to}", "different lengths": "{lengths}", "ms per step": "{words}"}, {"epoch {epoch}": "{step_ms:.1f}"}),
-    **{key: partial(steps, key, "{side}", "{peak_gib:.2f}") for key in ("step-trl", "step-compiled")},
-    **{key: partial(steps, key, "{words}", "{reserved_gib:.1f}") for key in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")},
     "rollouts": lambda: pivot(
         [row | {"words": ROLLOUTS.get(row["side"], row["words"]), "of": "sequence" if row["batch"] == 1 else "sequences"}
          for row in generated()],
@@ -463,7 +447,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         for kept, base in zip(*(records("recipe", side=side) for side in ("activations", "graphs")), strict=True))),
     "graphs-cost": lambda: "{:.0%}".format(max(
         row["gpu_ms"] / base["gpu_ms"] - 1
-        for name in ("recipe", "recipe-16", "recipe-moe")
+        for name in ("recipe", "recipe-1b", "recipe-moe")
         for row, base in zip(*(records(name, side=side) for side in ("graphs", "fused")), strict=True))).replace("%", " %"),
     "other-models": lambda: "{:.1f}×".format(
         operator.truediv(*(records("rollouts", model="qwen3.5", side=side)[0]["tokens_s"]
@@ -481,8 +465,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "packed experts": "{experts_gb:.1f}", "adapters in bf16": "{adapters_gb:.1f}",
         'peak of a step with `offload="all"`': "{training_gb:.1f}"}),
     "offload": lambda: pivot(offload(**OFFLOADED), {"tokens": "{tokens:,}", **OFFLOAD}),
-    "offload-all": lambda: pivot(offload(), {
-        "model, tokens": "{model}, {tokens:,}", "LoRA on": "{lora}, r = {rank}", "optimizer": "{optimizer}", **OFFLOAD}),
+    "offload-more": lambda: pivot(
+        (row for row in offload(offload="all", tokens=2048) if not OFFLOADED.items() <= row.items()),
+        {"model": "{model}, LoRA r = {rank}", **OFFLOAD}),
     "offload-dense": lambda: pivot(dense(), {
         "model, tokens": "{model}, {tokens:,}", **OFFLOAD}),
     "card-70b": lambda: "{card_gb:.0f} GB".format_map(dense(model="Llama-3.1-70B")[0]),

@@ -123,16 +123,16 @@ def reset(model: Any) -> list[torch.nn.Parameter]:
 class Step:
     """A training step, always on the same tokens [batch, length]. ``size`` is (batch, length)."""
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: tuple[int, int], autocast: bool = True):
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: tuple[int, int]):
         generator = torch.Generator().manual_seed(size[0] * size[1])
         self.tokens = torch.randint(3, min(VOCABULARY, model.config.vocab_size), size, generator=generator).to(
             model.device
         )
-        self.model, self.optimizer, self.autocast = model, optimizer, autocast
+        self.model, self.optimizer = model, optimizer
 
     def __call__(self) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.tokens.device.type, training_dtype(), enabled=self.autocast):
+        with torch.autocast(self.tokens.device.type, training_dtype()):
             loss: torch.Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         self.optimizer.step()

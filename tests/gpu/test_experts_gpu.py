@@ -19,7 +19,7 @@ from tiny_experts import step as step_of
 from torch.nn.functional import silu
 
 import nf4_patch
-from benchmarks import experts, training
+from benchmarks import offload, training
 from benchmarks.models import LINEARS
 from benchmarks.products import error
 from nf4_patch.moe import launch
@@ -52,7 +52,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name, monkeypatch):
     """Compare nf4_patch's forward in PyTorch with transformers' forward."""
     monkeypatch.setattr(launch, "supports", lambda tensor: False)
-    model = training.peft_model(experts.CONFIGURATIONS[name](), LINEARS[:4])
+    model = training.peft_model(offload.config_of(offload.Setting(name, layers=2)), LINEARS[:4])
     model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat next to other work (H200)
     for checkpointing in (True, False):
         if not checkpointing:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import challenge, dequantize, sides, step
+from benchmarks import challenge, dequantize, recipe, sides
 from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
+from benchmarks.kinds import STOCK
 from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS
+from benchmarks.sides import CACHE, Side
 from nf4_patch.tools.report import silent
 
 # Of bitsandbytes and of Unsloth's ctypes in GPU time, of both in the challenge: how many times as fast ours is at least.
@@ -26,7 +28,7 @@ SHARE_OF_CEILING = ((100e6, 97.0), (40e6, 93.0), (10e6, 88.0))  # (bytes moved a
 @pytest.fixture(scope="module")
 def measured():
     sections = {
-        "dequantize": list(dequantize.dequantizations(silent, dequantize.CHALLENGE)),
+        "dequantize": list(dequantize.dequantizations(silent, dequantize.CHALLENGE, (torch.float16, torch.bfloat16))),
         "dequantize + matmul": list(dequantize.with_matmul(silent)),
         "host": list(dequantize.host_rows(silent)),
         "challenge": list(challenge.rows(silent)),
@@ -64,15 +66,16 @@ def test_with_the_matmul_that_reads_it(measured):
 
 
 def test_qlora_step_of_peft():
-    steps = sides.measure(step.COMPARISONS["peft"])
+    given = {"peft": Side(STOCK, None), "patch": Side(STOCK, {}), "cache": Side(STOCK, CACHE)}
+    steps = sides.measure(recipe.dense(4)._replace(sides=given))
     assert not steps.failures  # the losses are equal to the bit
     rows = {(row["side"], row["tokens"]): row for row in steps.rows}
     for (side, tokens), row in rows.items():
         off = rows["peft", tokens]
         # 28 layers: forward, recompute, backward
-        assert row["calls"] == (84 if side == "peft, patch" else 0)
+        assert row["calls"] == (84 if side == "patch" else 0)
         if row is not off:
             assert row["gpu_ms"] < off["gpu_ms"], (side, tokens)
             assert row["wall_ms"] < off["wall_ms"] / 0.9, (side, tokens)
-        if "cached" not in side:
+        if side != "cache":
             assert row["peak_gib"] <= off["peak_gib"]

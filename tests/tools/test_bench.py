@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 
 import pytest
 import torch
 from oracle import layout_of, quantized
 
-from benchmarks import Bench, bits, challenge, generation, generation_lora, models, products, timing
+from benchmarks import Bench, bits, challenge, generation, models, products, timing
 from benchmarks.baselines import UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
 from benchmarks.timing import Machine, Times
@@ -147,21 +146,3 @@ def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fr
     assert int(side.cache.get_seq_length()) == 6
     side.restart()
     assert torch.equal(side.step(), logits[0])
-
-
-@pytest.mark.parametrize("merge", ["works", "fails"])
-def test_sides_of_a_decode_step_with_an_adapter_are_compared_with_fp32(merge, tmp_path, monkeypatch):
-    """A side that fails is named, and the other sides are measured."""
-    pytest.importorskip("peft")
-    file = tmp_path / "rows.json"
-    words = ["--tiny", "--layers", "1", "--batches", "1", "--what", "steps", "--json"]
-    bench = generation_lora.Bench(generation_lora.arguments([*words, str(file)]))
-    if merge == "fails":
-        monkeypatch.setattr(bench, "merge", functools.partial(math.sqrt, -1))
-    assert bench.run() == (merge == "fails")
-    rows = json.loads(file.read_text())["rows"]
-    failed = {row.get("side", row["row"]) for row in rows if "failed" in row}
-    assert failed == ({"merge", "dense"} if merge == "fails" else set())
-    steps = {row["side"]: row for row in rows if row["row"] == "step"}
-    assert [*steps] == [*generation_lora.SIDES]
-    assert all(2**-10 < row["error"] < 2**-7 for side, row in steps.items() if side not in failed)

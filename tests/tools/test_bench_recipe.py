@@ -20,13 +20,15 @@ def test_each_side_adds_one_switch():
     assert [*options[-1]] == ["lora", "graphs", "activations", "cache"] and sides["peft"].options is None
     assert [sides[name].kind for name in ["peft", *names]] == ["peft", "peft", *["liger"] * 5]
     assert [sides[name].optimizer for name in ("cache", "paged optimizer")] == ["adamw_torch_fused", "paged_adamw_8bit"]
-    assert {side.checkpointing for name, side in sides.items() if "offloading" in name} == {"unsloth"}
+    offloading = [side for name, side in sides.items() if "offloading" in name]
+    assert [(side.checkpointing, side.options) for side in offloading] == [
+        ("unsloth", None),
+        ("unsloth", {"graphs": "auto"}),
+    ]
     best = sides["unsloth, best"]
     assert (best.skips, dict(best.environment)) == ("max", {"UNSLOTH_BLOCK_CUDAGRAPHS": "1"})
     mixture = recipe.mixture().sides
-    assert [*mixture] == [
-        "16-bit experts", *[name for name in sides if name not in ("peft", "unsloth, graphs", "unsloth, block graphs")]
-    ]  # fmt: skip
+    assert [*mixture] == ["16-bit experts", *[*sides][1:]]
     options = [side.options for side in mixture.values() if side.options is not None and side.kind != "unsloth"]
     assert all(each["experts"] == "4bit" for each in options)  # Unsloth packs experts itself
 
