@@ -45,6 +45,8 @@ def sides_of(first: dict[str, Side], **common: str) -> dict[str, Side]:
 
 def dense(layers: int) -> Comparison:
     sides = sides_of({"peft": Side(STOCK, None)})
+    if layers > 8:  # fewer processes, so that all fit into the memory of one GPU
+        sides = {name: sides[name] for name in ("fused", "graphs", "activations", f"{UNSLOTH}, offloading", BEST)}
     return Comparison("Llama-3.1-8B", layers, sides, LENGTHS, partial(config_of, llama(layers)))
 
 

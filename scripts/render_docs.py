@@ -429,7 +429,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         {"model, tokens": "{what}"}, {"{setting}": "{speedup}, {peak_gib:.1f} GiB"}),
     "recipes": partial(recipes, True),
     "recipes-more": partial(recipes, False),
-    "recipe-1b": lambda: steps("{words}", records("recipe-1b")),
+    **{key: partial(lambda name: steps("{words}", records(name)), key) for key in ("recipe-16", "recipe-1b")},
     "lengths": lambda: pivot(
         [row | {"words": GRAPHS[row["side"]], "to": "not set" if row["pad_to"] == 1 else f"`{row['pad_to']}`"}
          for row in records("lengths")],
@@ -447,7 +447,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         for kept, base in zip(*(records("recipe", side=side) for side in ("activations", "graphs")), strict=True))),
     "graphs-cost": lambda: "{:.0%}".format(max(
         row["gpu_ms"] / base["gpu_ms"] - 1
-        for name in ("recipe", "recipe-1b", "recipe-moe")
+        for name in ("recipe", "recipe-16", "recipe-1b", "recipe-moe")
         for row, base in zip(*(records(name, side=side) for side in ("graphs", "fused")), strict=True))).replace("%", " %"),
     "other-models": lambda: "{:.1f}×".format(
         operator.truediv(*(records("rollouts", model="qwen3.5", side=side)[0]["tokens_s"]
