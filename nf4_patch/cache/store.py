@@ -96,8 +96,11 @@ class Cache(dequantizer.Reader):
         try:
             with plain_methods():
                 for weight, decode in missed.values():
-                    if size_of(weight) + less <= self.room(weight.packed.get_device()) and self.why_not(weight) is None:
+                    fits = size_of(weight) + less <= self.room(weight.packed.get_device())
+                    if (why := self.why_not(weight) or (None if fits else self.no_room())) is None:
                         self.decoded(weight, decode)
+                    else:
+                        self.uncached[why] += 1
         except torch.OutOfMemoryError:
             pass  # the graphs decode the other weights; the recording that is in progress needs its memory
         finally:
@@ -236,15 +239,16 @@ class Cache(dequantizer.Reader):
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
             return None  # the caller then checks its guards, which name the Reason
         why = self.why_not(weight)
-        if why is Uncached.CUDA_GRAPH and self.auto is not None and not is_captured(weight.packed.get_device()):
-            self.missed[location(weight)] = weight, decode
         if why is None:
             result = self.keep(weight, decode)
             if result is not None:
                 return result
             why = self.no_room()
         self.misses += 1
-        self.uncached[why] += 1
+        if why is Uncached.CUDA_GRAPH and self.auto is not None and not is_captured(weight.packed.get_device()):
+            self.missed[location(weight)] = weight, decode
+        else:
+            self.uncached[why] += 1
         return None
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:

@@ -351,7 +351,9 @@ class GraphedLayer:
         self.is_random = warm_up(self.recorder, work)
         if cache.missed:
             with self.recorder.outside():
-                filled = cache.fill(0 if self.keeps else self.recorder.size)  # the budget of activations covers kept ones
+                filled = cache.fill(
+                    0 if self.keeps else self.recorder.size
+                )  # the budget of activations covers kept ones
             if filled:  # other kernels may multiply cached weights
                 warm_up(self.recorder, work)
         self.pins.clear()

@@ -243,7 +243,10 @@ class Recorder:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Inside the ``with`` block of ``recording``, run another block on the stream of the replays and beside the pool."""
-        before, stream = memory(self.device, "reserved_bytes"), torch.cuda.ExternalStream(self.replay_stream, self.device)
+        before, stream = (
+            memory(self.device, "reserved_bytes"),
+            torch.cuda.ExternalStream(self.replay_stream, self.device),
+        )
         with torch.cuda.stream(stream):
             yield
         self.stream.wait_stream(stream)

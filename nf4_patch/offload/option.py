@@ -46,7 +46,9 @@ def lines(offload: dict[str, OffloadStatus]) -> list[str]:
     for device, status in offload.items():
         found.append(f"offload, {device}: {status}")
         if status.in_host and not status.fetches:
-            found.append("  nothing was prefetched so far; compiled layers read host memory instead -> docs/offload.md says what to set")
+            found.append(
+                "  nothing was prefetched so far; compiled layers read host memory instead -> docs/offload.md says what to set"
+            )
         if status.waits:
             why = Waits[status.waits].value.format(*status.numbers)
             found.append(f"  no further layers stay on the GPU until two more training steps: {why}")

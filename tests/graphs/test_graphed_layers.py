@@ -226,7 +226,11 @@ def with_free_memory(monkeypatch: Any) -> None:
     """Give ``"auto"`` something to share on a machine without a GPU."""
     if not GPU:
         monkeypatch.setattr(MemoryInfo, "of", classmethod(lambda cls, device: cls(2**34, 0, 0, 0)))
-        for name, value in (("devices_in_use", lambda: [-1]), ("empty_cache", lambda: None), ("allocation_retries", lambda _: 0)):
+        for name, value in (
+            ("devices_in_use", lambda: [-1]),
+            ("empty_cache", lambda: None),
+            ("allocation_retries", lambda _: 0),
+        ):
             monkeypatch.setattr(runtime, name, value)
 
 
