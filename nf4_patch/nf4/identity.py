@@ -26,13 +26,13 @@ class Identity:
     tensors: tuple[Callable[[], Tensor | None], ...] = (nobody,) * 5
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight. A later write makes ``holds`` return False, also a write during a decode or copy that follows.
+        """Record the weight. After any later write, even during the decode or copy that follows, ``holds`` returns False.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
         """
         tensors = weight.tensors()
-        # As long as these weak references exist, no other storage gets the same ``_cdata``. A data address may be reused.
+        # As long as these weak references exist, no other storage gets the same ``_cdata``. An address might be reused.
         self.storages = tuple(StorageWeakRef(each.untyped_storage()) for each in tensors)
         self.places = places(weight)
         self.versions = self.storages[0].cdata, *(each._version for each in tensors)
@@ -44,7 +44,8 @@ class Identity:
         A view of the parameter that begins at the same address, such as the transposed weight, is the same weight.
 
         Args:
-            is_in_place: skip the comparison of the scales' places, if they are known to be the same.
+            is_in_place: skip the comparison of the places. The caller must then compare the addresses, as ``PackedWeight.memo``
+                does, and keep the memory of the scales alive.
         """
         packed, absmax, absmax2, code2, offset, _, _, _, _, _ = weight
         owner, first, second, third, fourth = self.tensors
