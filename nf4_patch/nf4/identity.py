@@ -47,7 +47,7 @@ class Identity:
             is_in_place: skip the comparison of the places. The caller must then compare the addresses, as ``PackedWeight.memo``
                 does, and keep the memory of the scales alive.
         """
-        packed, absmax, absmax2, code2, offset, _, _, _, _, _ = weight
+        packed, absmax, absmax2, code2, offset = weight[:5]
         owner, first, second, third, fourth = self.tensors
         parameter = owner()
         return (
