@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..nf4 import runtime
+from ..nf4.identity import Identity
 from ..nf4.weight import PackedWeight
 from .allocator import allocated
-
-
-def nobody() -> None:
-    """Stand in for a weak reference to a freed object, and return None."""
-    return None
 
 
 class CacheEntry:
@@ -29,35 +25,27 @@ class CacheEntry:
 
     # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy
     views: tuple[Tensor, Tensor] | None = None
-    tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
+    # weak references with callbacks, to the weight's tensors and to the packed bytes' storage
+    watchers: tuple[Any, ...] = ()
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight's tensors and versions before the weight is decoded.
-
-        A write during the decode then makes the entry invalid.
+        """Record the weight before it is decoded.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
         """
-        packed, absmax, *second = weight.tensors()
-        self.location, self.fingerprint = location(weight), fingerprint(weight)
-        # A storage is identified by ``_cdata``, because another storage may get the same data address later.
-        self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
-        self.second = tuple(tensor._version for tensor in second)
-        # As long as this weak reference exists, no other storage gets the same ``_cdata``.
-        self.memory = StorageWeakRef(packed.untyped_storage())
+        packed, *scales = weight.tensors()
+        self.location, self.fingerprint, self.identity = location(weight), fingerprint(weight), Identity(weight)
         # The storages of the scales are kept alive, so that no other scales can get the same addresses.
-        self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
+        self.scales = tuple(tensor.untyped_storage() for tensor in scales)
         self.device = packed.get_device()  # -1: the CPU
         self.stream = runtime.current_stream(self.device)  # the stream on which the weight is decoded
         self.size = size_of(weight)  # bytes that the dense copy takes in PyTorch's allocator
-        self.watcher: Any = None  # weak reference to the packed bytes' storage; ``Cache._add`` sets it, with a callback
         self.other_stream_reads = 0  # consecutive reads on streams other than ``stream``
 
     def fill(self, weight: PackedWeight, result: Tensor, died: Callable[[Any], None]) -> None:
         """Store the decoded weight. ``died`` is called when one of the weight's tensors is freed."""
-        tensors = weight.owner(), *weight[1:5]
-        self.tensors = tuple(nobody if tensor is None else weakref.ref(tensor, died) for tensor in tensors)
+        self.watchers = tuple(weakref.ref(each, died) for each in (weight.owner(), *weight.tensors()[1:]))
         self.dense_memory, self.written = StorageWeakRef(result.untyped_storage()), result._version
         transposed = result.t() if result.dim() == 2 else result
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
@@ -67,7 +55,8 @@ class CacheEntry:
 
         The cache needs these two to count the dense copy until nothing uses it.
         """
-        self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
+        self.views, self.scales, self.watchers = None, (), ()
+        self.identity.forget()
 
     def of(self, weight: PackedWeight) -> Tensor | None:
         """Return the dense copy if it came from exactly these tensors, and if neither the tensors nor the copy changed since.
@@ -75,23 +64,10 @@ class CacheEntry:
         Raises:
             RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
         """
-        packed, absmax, absmax2, code2, offset, _, _, _, _, _ = weight
         views = self.views
-        if views is None:
-            return None
-        owner, first, second, third, fourth = self.tensors
-        parameter = owner()
-        if (
-            (parameter is packed or (parameter is not None and parameter is packed._base))  # see PackedWeight.owner
-            and first() is absmax
-            and second() is absmax2
-            and third() is code2
-            and fourth() is offset
-            and self.versions == (packed.untyped_storage()._cdata, packed._version, absmax._version)
-            and (absmax2 is None or self.second == (absmax2._version, code2._version, offset._version))  # type: ignore
-            and views[0]._version == self.written  # no reader wrote into the dense copy
-        ):
-            return views[packed.shape[0] == 1]
+        # The last comparison finds out whether a reader wrote into the dense copy.
+        if views is not None and self.identity.holds(weight, True) and views[0]._version == self.written:
+            return views[weight[0].shape[0] == 1]
         return None
 
 

@@ -22,13 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..memory.spare import Spare, User, spare
 from ..memory.waits import Waits
 from ..nf4 import runtime
+from ..nf4.identity import nobody
 from ..nf4.weight import PackedWeight
 from ..patching import dequantizer
 from ..patching.context import plain_methods
 from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
-from .entry import CacheEntry, fingerprint, location, nobody, size_of
+from .entry import CacheEntry, fingerprint, location, size_of
 from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
@@ -121,7 +122,7 @@ class Cache(dequantizer.Reader):
         """Remove the entries of freed weights. Subtract each dropped dense copy from ``taken`` once nothing uses the copy."""
         with self.lock:
             if (death := self.death) is not self.settled_death:
-                self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
+                self._drop_where(lambda entry: entry.views is None or entry.identity.storages[0].expired())
                 self.settled_death = death
             for entry in self.dropped:
                 if entry.dense_memory.expired():
@@ -300,14 +301,14 @@ class Cache(dequantizer.Reader):
             self.storages = {
                 number: record for number, record in self.storages.items() if not record.reference.expired()
             }
-        self.storages.setdefault(storage._cdata, StorageRecord(entry.memory, weakref.ref(owner)))
-        for scales in entry.scales:
-            self.storages.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
+        for number, reference in enumerate(entry.identity.storages):
+            known = nobody if number else weakref.ref(owner)
+            self.storages.setdefault(reference.cdata, StorageRecord(reference, known))
         entry.fill(weight, result, lambda _: self.invalidate(entry))
         # This callback runs when the storage's Python object is freed. The storage may still be alive then, because
         # PyTorch 2.8 frees the Python object at every garbage collection, and PyTorch 2.13 before the storage expires.
         # So the callback drops nothing, and only makes ``settle`` check the storage.
-        entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
+        entry.watchers += (weakref.ref(storage, lambda _: setattr(self, "death", object())),)
         self.weights[entry.location] = entry
         self.taken[entry.device] += entry.size
 
@@ -343,12 +344,12 @@ class Cache(dequantizer.Reader):
         if record is None or record.reference.expired():
             return
         record.resized = record.resized or resized
-        self.release(lambda entry: number in (entry.memory.cdata, *(scales._cdata for scales in entry.scales)))
+        self.release(lambda entry: any(reference.cdata == number for reference in entry.identity.storages))
 
     def forget(self, tensor: Tensor) -> None:
         """Drop the weights decoded from this tensor, and every weak reference to it."""
         with self.lock:
-            self.release(lambda entry: any(reference() is tensor for reference in entry.tensors))
+            self.release(lambda entry: entry.identity.has(tensor))
             self.storages = {number: each for number, each in self.storages.items() if each.owner() is not tensor}
 
     # --- status ---

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cache.store import is_captured
 from ..nf4 import runtime
+from ..nf4.identity import Identity
 from ..patching.option import size_in_words
 
 SAME_ADDRESS = 91  # the number of the attribute CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -70,7 +71,6 @@ class Cuda:
 
 
 cuda: Any = Cuda()
-Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
@@ -91,9 +91,9 @@ class HostBlock:
         self.sizes = {self.host.data_ptr(): 0}  # bytes of each tensor, by address
         weakref.finalize(self, forget, cuda, self.host, self.sizes, device, os.getpid()).atexit = False
         blocks[self.host.data_ptr()] = weakref.ref(self)  # so that ``living`` finds a block that is still empty
-        # Only the prefetcher writes ``fingerprints`` and ``after``. The keys of ``fingerprints`` are addresses of
-        # packed bytes. A value is the fingerprint that the weight at this address had when it was last read.
-        self.fingerprints: dict[int, Fingerprint] = {}
+        # Only the prefetcher writes ``identities`` and ``after``. The keys of ``identities`` are addresses of packed
+        # bytes. A value is the identity that the weight at this address had when it was last read.
+        self.identities: dict[int, Identity] = {}
         # ``after`` predicts the next block: ``after[previous]`` is the block that was read after this block when
         # ``previous`` was read before it. The previous block tells a forward from a backward, which reads in reverse.
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()

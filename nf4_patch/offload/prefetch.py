@@ -17,6 +17,7 @@ from torch import Tensor
 from ..memory.spare import User, spare
 from ..memory.waits import Waits
 from ..nf4 import runtime
+from ..nf4.identity import Identity
 from ..nf4.weight import LIMIT, PackedWeight
 from ..patching import dequantizer
 from ..patching.context import watched
@@ -24,7 +25,7 @@ from ..patching.locks import new_lock
 from ..patching.quant_state import new
 from ..patching.switch import switch
 from . import host_memory
-from .host_memory import Fingerprint, HostBlock, Reference, blocks, living, no_block
+from .host_memory import HostBlock, Reference, blocks, living, no_block
 from .option import OffloadStatus
 from .planning import spread
 
@@ -39,7 +40,7 @@ class Buffer:
         self.memory: Tensor | None = None
         self.arrived = host_memory.cuda.event()
         self.block: Reference | None = None
-        self.fingerprints: dict[int, Fingerprint] = {}  # the block's ``fingerprints`` when it was copied
+        self.identities: dict[int, Identity] = {}  # the block's ``identities`` when it was copied
         self.streams: dict[int, Any] = {}  # the streams that have read this copy, by handle
         # For each weight, ``views`` has the buffer's views of the weight's packed, absmax and absmax2. A view is None
         # if the block does not hold the tensor. The key contains the block, because a later block may have the same
@@ -83,16 +84,14 @@ class Prefetcher:
         self.fetches = self.late = 0
         self.seen: dict[Reference, None] = {}  # blocks that were read since ``allow``, in order
 
-    def read(
-        self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
-    ) -> Any:
+    def read(self, weight: PackedWeight, block: HostBlock, run: Callable[[PackedWeight], Any]) -> Any:
         """Return ``run(copy)`` for the weight's copy on the GPU.
 
         This is the resident copy, or the copy in a prefetch buffer. If there is neither, copy the weight's block now.
         Return None if the weight is a slice, which is not copied.
         """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
-        address = fingerprint[0]
+        address = weight[0].data_ptr()
         with self.lock:
             self.seen[reference] = None
             resident = self.resident.get(reference)
@@ -104,13 +103,14 @@ class Prefetcher:
                     return None
                 self.buffers.reverse()
                 buffer = self.buffers[0]
-                block.fingerprints[address] = fingerprint
+                block.identities[address] = Identity(weight)
                 self.fetch(buffer, block, ahead=False)
-            elif buffer.fingerprints.get(address) != fingerprint:
+            elif (known := buffer.identities.get(address)) is None or not known.holds(weight):
                 if block.part(weight[0]) is None:
                     return None
+                known = Identity(weight)
                 self.refresh(buffer, weight, block)
-                block.fingerprints[address] = buffer.fingerprints[address] = fingerprint
+                block.identities[address] = buffer.identities[address] = known
             # Resident blocks are not part of the order, so that the copy of the next block starts before they compute.
             if resident is None and reference is not self.now:
                 # Start the prefetch before ``wait_event``, so that the copy starts at once.
@@ -197,8 +197,8 @@ class Prefetcher:
         """
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
-        # these writes. A prefetch need not wait: a write changes a fingerprint, and ``read`` then copies the weight
-        # again.
+        # these writes. A prefetch need not wait: after a write the identity does not hold, and ``read`` then copies
+        # the weight again.
         if not ahead:
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
         with host_memory.cuda.running_on(self.stream):
@@ -208,13 +208,13 @@ class Prefetcher:
                     buffer.memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
             host_memory.cuda.copy(buffer.memory[: block.size], block.host[: block.size])
         buffer.arrived.record(self.stream)
-        buffer.block, buffer.fingerprints = weakref.ref(block), dict(block.fingerprints)
+        buffer.block, buffer.identities = weakref.ref(block), dict(block.identities)
         self.fetches += 1
         self.late += not ahead
 
     def refresh(self, buffer: Buffer, weight: PackedWeight, block: HostBlock) -> None:
         """Copy one weight into the buffer again, because the weight was written to, or is read for the first time."""
-        buffer.fingerprints.pop(weight[0].data_ptr(), None)
+        buffer.identities.pop(weight[0].data_ptr(), None)
         self.wait(buffer)
         self.stream.wait_stream(host_memory.cuda.current_stream(self.device))  # which may have written the weight
         assert buffer.memory is not None
@@ -257,20 +257,26 @@ class Prefetch(dequantizer.Prefetch):
         block = block_of(weight[0])
         if block is None or weight[0].requires_grad or watched() is not None:
             return None
-        fingerprint = fingerprint_of(weight)
-        if fingerprint is None or host_memory.cuda.is_captured(weight[0].get_device()):
+        if not counts_writes(weight) or host_memory.cuda.is_captured(weight[0].get_device()):
             return None
         prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
         try:
-            return prefetcher.read(weight, fingerprint, block, run)
+            return prefetcher.read(weight, block, run)
         except torch.OutOfMemoryError:
             if not taken[prefetcher.index]:
                 raise
         spare.give_back(Waits.OUT_OF_MEMORY)
-        return prefetcher.read(weight, fingerprint, block, run)
+        return prefetcher.read(weight, block, run)
 
     def holds(self, packed: Tensor) -> bool:
         return block_of(packed) is not None
+
+    def forget(self, tensor: Tensor) -> None:
+        buffers = [each for held in list(prefetchers.values()) for each in (*held.buffers, *held.resident.values())]
+        for holder in (*living(), *buffers):
+            for identity in [] if holder is None else list(holder.identities.values()):
+                if identity.has(tensor):
+                    identity.forget()
 
 
 def block_of(packed: Tensor) -> HostBlock | None:
@@ -281,23 +287,13 @@ def block_of(packed: Tensor) -> HostBlock | None:
         return None
 
 
-def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """Return a fingerprint that changes at every write to the weight, or None if some writes would not change it.
+def counts_writes(weight: PackedWeight) -> bool:
+    """Return whether every write to the weight raises a version of its tensors.
 
     An inference tensor has no version counter, and ``parameter.data`` has a separate version counter.
     """
-    packed, absmax, absmax2, *_ = weight
-    if not isinstance(weight.owner(), torch.nn.Parameter):
-        return None
-    try:
-        fingerprint: Fingerprint = (
-            packed.data_ptr(), id(weight.owner()), packed._version, absmax.data_ptr(), id(absmax), absmax._version,
-        )  # fmt: skip
-        if absmax2 is not None:
-            fingerprint += absmax2.data_ptr(), id(absmax2), absmax2._version
-    except RuntimeError:  # an inference tensor
-        return None
-    return fingerprint
+    is_parameter = isinstance(weight.owner(), torch.nn.Parameter)
+    return is_parameter and not any(tensor.is_inference() for tensor in weight.tensors())
 
 
 def snapshot() -> dict[str, OffloadStatus]:

@@ -81,6 +81,9 @@ class Prefetch:
         """Return whether the packed bytes are in host memory."""
         raise NotImplementedError
 
+    def forget(self, tensor: Tensor) -> None:
+        """Drop every weak reference to the tensor."""
+
 
 prefetch = Prefetch()
 

@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
         used = [size for memory, size in alive.items() if memory.cdata in held]
         assert sum(cache.snapshot().taken.values()) == sum(alive.values()) <= max(cache.budget, sum(used))
         assert len(alive) - len(used) <= len(kept)
-        assert {id(each.tensors[0]()) for each in kept} <= {id(place.packed) for place in self.places}
+        assert {id(each.identity.tensors[0]()) for each in kept} <= {id(place.packed) for place in self.places}
 
     def comes(self, packed, state):
         place = changes.Place(changes.layer_with(packed, state))

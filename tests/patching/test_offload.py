@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_utils
+from changes import another
 from host_memory import Cuda
 from offloaded import (
     all_in_host,
@@ -164,6 +165,16 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
     assert torch.equal(dense(experts_of(model)[0]), experts_of(model)[0].gate_up_proj)
     assert counts().fetches == fetches
     assert len(gpu.pinned) == LAYERS  # the other stack of the layer lies there still
+
+
+def test_swapped_after_it_has_arrived(folder, gpu, patched):
+    """``swap_tensors`` refuses a tensor with weak references."""
+    module = experts_of(model_of(folder))[0]
+    chain = module.parametrizations[STACKS[0]]
+    for swapped in (chain.original, chain[0].quant_state.absmax):
+        dense(module)
+        torch.utils.swap_tensors(swapped, another(swapped, swapped.detach().flip(0)))
+        assert torch.equal(dense(module), getattr(module, STACKS[0]))
 
 
 @pytest.mark.full

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...nf4.identity import Identity
+from ...nf4.weight import PackedWeight
 from ...patching.counters import counters
+from ...patching.quant_state import weight_of
 from ...patching.reasons import Reason
 from ...patching.replacement import Fallbacks, Function, around
 from ...patching.switch import switch
@@ -37,12 +39,12 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, weight: Any) -> Parts | None:
-        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or has no version counter."""
-        state = getattr(weight, "quant_state", None)
-        if state is None or type(weight).__name__ != "Params4bit" or weight.is_inference():
+        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or has no version counters."""
+        found = packed_weight(weight)
+        if found is None:
             return None
-        second = (state.state2.absmax, state.offset) if state.nested else ()
-        return cls(weight.detach().as_subclass(Tensor), (state.absmax, *second))
+        scales = found.absmax, found.absmax2, found.offset
+        return cls(weight.detach().as_subclass(Tensor), tuple(each for each in scales if each is not None))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.packed, *self.scales)
@@ -60,8 +62,8 @@ class Parts(NamedTuple):
 class Unmerged:
     """The bytes of a linear layer before adapters were merged into it.
 
-    ``marks`` identifies the contents that nf4_patch last gave to the layer's weight. If other code changes the weight, the
-    marks differ, and the bytes are not restored.
+    ``identity`` is that of the layer's weight when nf4_patch last wrote it. If other code changes the weight, the identity
+    does not hold, and the bytes are not restored.
     """
 
     restores = False  # whether a restore has begun. If it was interrupted, the next one begins again
@@ -72,21 +74,20 @@ class Unmerged:
         self.mark(weight)
 
     def mark(self, weight: Any) -> None:
-        self.weight: Callable[[], Any] = weakref.ref(weight)
-        self.marks, self.restores = marks_of(weight), False
+        self.identity, self.restores = Identity(weight_of(weight, weight.quant_state)), False
 
     def holds(self, weight: Any) -> bool:
         """Return whether the weight is unchanged since the last call of ``mark``."""
-        return self.weight() is weight and (self.restores or self.marks == marks_of(weight))
+        found = packed_weight(weight)
+        return found is not None and (self.identity.has(weight) if self.restores else self.identity.holds(found))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unmerged:
         copied: Unmerged = object.__new__(type(self))
-        copied.bytes, copied.bias = self.bytes, self.bias  # shared, because they are never written
-        weight = self.weight()
+        # shared, because they are never written; the identity holds for no copy of the weight
+        copied.bytes, copied.bias, copied.identity = self.bytes, self.bias, self.identity
+        weight = self.identity.tensors[0]()
         twin = memo.get(id(weight))  # deepcopy has copied the layer's modules before this attribute
-        copied.weight = lambda: None
-        copied.marks = ()
-        if twin is not None and self.holds(weight):
+        if self.holds(weight) and packed_weight(twin) is not None:  # a copy in inference mode has no version counters
             copied.mark(twin)
         return copied
 
@@ -95,11 +96,10 @@ class Unmerged:
         return type(None), ()
 
 
-def marks_of(weight: Any) -> tuple[Any, ...]:
-    parts = Parts.of(weight)
-    if parts is None:
-        return ()
-    return id(weight.quant_state), *((each.data_ptr(), each._version) for each in parts.tensors())
+def packed_weight(weight: Any) -> PackedWeight | None:
+    found = weight_of(weight, getattr(weight, "quant_state", None))
+    is_packed = type(weight).__name__ == "Params4bit" and isinstance(found, PackedWeight)
+    return found if is_packed and not any(each.is_inference() for each in found.tensors()) else None
 
 
 def is_shared(weight: Any) -> bool:

@@ -20,7 +20,8 @@ LIBRARY = Library(
         CacheTarget(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED,
             ANY, ".cache.replacements:getweakrefs",
-            "swaps of parameters whose weights are cached, with enable(cache=...) only",
+            "swaps of tensors of cached and offloaded weights, with enable(cache=...) or enable(offload=...) only",
+            or_option="offload",
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED,
