@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..cache.store import cache
 from ..nf4 import runtime
 from ..nf4.runtime import DEVICE
+from ..patching.context import plain_methods
 from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
 from .arguments import slots_for
@@ -437,7 +438,10 @@ class GraphedLayer:
         return self.alive and self.fingerprint.is_in_place() and self.reads_valid_pins()
 
     def reads_valid_pins(self) -> bool:
-        return all(entry.of(weight) is not None for entry, weight in self.pins)
+        if not self.pins:
+            return True
+        with plain_methods():
+            return all(entry.of(weight) is not None for entry, weight in self.pins)
 
     def reset(self) -> None:
         self.alive = False

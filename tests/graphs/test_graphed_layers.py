@@ -223,15 +223,12 @@ def test_training(base, how):
 
 
 def with_free_memory(monkeypatch: Any) -> None:
-    """Give ``"auto"`` something to share on a machine without a GPU."""
+    """Give ``"auto"`` memory to share, also on a machine without a GPU, and beside other processes."""
+    monkeypatch.setattr(MemoryInfo, "of", classmethod(lambda cls, device: cls(2**34, 0, 0, 0)))
     if not GPU:
-        monkeypatch.setattr(MemoryInfo, "of", classmethod(lambda cls, device: cls(2**34, 0, 0, 0)))
-        for name, value in (
-            ("devices_in_use", lambda: [-1]),
-            ("empty_cache", lambda: None),
-            ("allocation_retries", lambda _: 0),
-        ):
-            monkeypatch.setattr(runtime, name, value)
+        monkeypatch.setattr(runtime, "devices_in_use", lambda: [-1])
+        monkeypatch.setattr(runtime, "empty_cache", lambda: None)
+        monkeypatch.setattr(runtime, "allocation_retries", lambda device: 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"activations": "auto"}], ids=["recomputed", "kept"])
