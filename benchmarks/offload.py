@@ -5,8 +5,9 @@ reads them. LoRA is on the attention and the experts or, for a dense model with 
 Adapters are in bf16 as in TRL, with autocast and gradient checkpointing.
 
 Each side runs in a separate process with a cap on PyTorch's allocator. Its result is added to FILE as soon as it is
-done. Without NAME and --model, all of RUNS are run. With --turns, all sides run in one process and alternate step by
-step, so that other load on the machine affects all sides alike. Peak memory is measured without --turns.
+done. Without NAME and --model, all of RUNS are run. With --turns, and for the runs in TURNS, all sides run in one
+process and alternate step by step, so that other load on the machine affects all sides alike. Peak memory is measured
+in separate processes.
 """
 
 from __future__ import annotations
@@ -158,6 +159,9 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "70B": (Setting("Llama-3.1-70B", cap=CAP_24, tokens=4096, bits=0, steps=5), ("all",)),
     "70B, resident": (Setting("Llama-3.1-70B", 16, 4096, bits=0, steps=5), ("resident", "all")),
 }
+
+# Whether the sides of a run alternate in one process. By default, no. Both: the peaks come from separate processes, the times not.
+TURNS = {"4,096 tokens": (False, True), "32B, resident": (True,), "70B, resident": (True,)}
 
 
 # --- a generated 4-bit checkpoint ---
@@ -599,11 +603,14 @@ def main(arguments: list[str] | None = None) -> None:
             print(json.dumps(run))
         return
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if getattr(args, f.name) is not None}
-    runs = [RUNS[name] for name in args.names or RUNS] if args.names or not args.model else [(Setting(), TIMED)]
-    for setting, sides in runs:
+    for name in args.names or ([""] if args.model else RUNS):
+        setting, sides = RUNS.get(name, (Setting(), TIMED))
         setting, first = dataclasses.replace(setting, **given), None
         wanted = [side for side in args.sides or sides if side != "budget" or setting.budget]
-        for processes in [wanted] if args.turns else [[side] for side in wanted]:
+        ways = (True,) if args.turns else TURNS.get(name, (False,))
+        for processes in [
+            each for in_turns in ways for each in ([wanted] if in_turns else [[side] for side in wanted])
+        ]:
             for run in in_process(setting, processes):
                 trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)

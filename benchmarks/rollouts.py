@@ -34,7 +34,7 @@ from benchmarks.training import llama, peft_model
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
 
 LAYERS, PROMPT, TOKENS, ROUNDS = 8, 16, 128, 3
-BATCHES = (1, 8, 32)
+BATCHES, MODELS = (1, 8, 32), ("llama", "qwen3.5")
 GRPO = Path(__file__).parents[1] / "examples" / "grpo_trl.py"
 METHOD = (
     f"generate: layers of Llama-3.1-8B (8 unless a row says otherwise) or of another model, LoRA on all linear layers (for a mixture "
@@ -305,7 +305,10 @@ def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any]
 
 @click.command()
 @click.option("--what", type=click.Choice(["generate", "grpo", "both"]), default="both", show_default=True)
-@click.option("--model", type=click.Choice(["llama", *OTHERS]), default="llama", show_default=True, help="Of generate.")
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(["llama", *OTHERS]), default=MODELS, show_default=True,
+    help="Of generate.",
+)  # fmt: skip
 @click.option("--layers", type=int, help=f"Of generate. Default: {LAYERS}, and 4 of other models than Llama.")
 @click.option(
     "--batches", type=int, multiple=True, help=f"Sequences of generate. Default: {BATCHES}, and 8 of other models."
@@ -318,7 +321,7 @@ def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any]
 def command(
     tell: Progress,
     what: str,
-    model: str,
+    models: tuple[str, ...],
     layers: int | None,
     batches: tuple[int, ...],
     sides: tuple[str, ...],
@@ -330,14 +333,15 @@ def command(
     deadline = time.monotonic() + seconds
     rows: list[Any] = []
     failures: list[str] = []
-    if what != "grpo":
+    for model in models if what != "grpo" else ():
         others = model in OTHERS
-        layers = layers or (4 if others else LAYERS)
-        configuration = partial(other, model, layers) if others else partial(config_of, llama(layers))
+        count = layers or (4 if others else LAYERS)
+        configuration = partial(other, model, count) if others else partial(config_of, llama(count))
         known, usual = (OTHER_SIDES, (8,)) if others else (SIDES, BATCHES)
         chosen = {name: side for name, side in known.items() if name in (sides or known)}
-        labels = {"model": model, "layers": layers}
-        rows, failures = generation(chosen, configuration, labels, batches or usual, TOKENS, deadline, tell)
+        labels = {"model": model, "layers": count}
+        found, failed = generation(chosen, configuration, labels, batches or usual, TOKENS, deadline, tell)
+        rows, failures = rows + found, failures + failed
     if what != "generate":
         try:
             more, failed = grpo(deadline, tell)
