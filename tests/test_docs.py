@@ -101,7 +101,7 @@ def test_a_healthy_training_in_troubleshooting_is_what_status_prints():
     from nf4_patch.patching.effects import Effect, line
 
     (shown,) = re.findall(
-        r'  ```text\n(  lora="fused".*?)\n  ```', (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL
+        r'  ```text\n(  graphs="auto".*?)\n  ```', (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL
     )
     for row in shown.splitlines():
         name, value, used, others = re.findall(r'(\w+)="(\w+)": ([\d,]+) of .*? calls(.*)', row)[0]
