@@ -87,11 +87,12 @@ class Cache(dequantizer.Reader):
     def fill(self, less: int) -> bool:
         """Cache the weights that were read inside ``pinned`` but not during a capture. Return whether any was cached.
 
-        With "auto", the cache gets its budget after the layers ran eagerly, so graphs would otherwise never find cached weights.
+        If the cache gets its budget after the layers ran eagerly, graphs would otherwise never find cached weights.
 
         Args:
-            less: bytes of the budget that stay free for the memory of graphs.
+            less: bytes of the memory of graphs, which stay free if the budget is "auto".
         """
+        less = 0 if self.auto is None else less
         pinning, missed, misses = self.pinning, self.missed, self.misses
         self.pinning, self.missed = -1, {}
         try:
@@ -246,7 +247,7 @@ class Cache(dequantizer.Reader):
                 return result
             why = self.no_room()
         self.misses += 1
-        if why is Uncached.CUDA_GRAPH and self.auto is not None and not is_captured(weight.packed.get_device()):
+        if why is Uncached.CUDA_GRAPH and not is_captured(weight.packed.get_device()):
             self.missed[location(weight)] = weight, decode
         else:
             self.uncached[why] += 1

@@ -56,10 +56,8 @@ def observe(x: Any) -> None:
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if (activations.mode == "auto" or cache.auto is not None) and torch.is_grad_enabled():
-            had_budget = cache.budget
             spare.observe(x)
-            if cache.budget and not had_budget:
-                graphs.drop()  # they decode weights that the cache may now keep
+        graphs.note_budget(cache.budget)
 
 
 def is_on_another_stream(device: int) -> bool:

@@ -76,6 +76,7 @@ class Graphs:
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
         self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
+        self.budget = 0  # the cache's budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture
         self.replays = 0
         self.stepping = Stepping()
@@ -190,6 +191,12 @@ class Graphs:
             self.largest[device] = size
             if device in self.recorders or device in self.keepers:
                 self.drop()
+
+    def note_budget(self, budget: int) -> None:
+        """Drop every recording when the cache gets a budget, because the cache may now keep weights that the recordings decode."""
+        if budget and not self.budget:
+            self.drop()
+        self.budget = budget
 
     # --- refusals ---
 

@@ -255,6 +255,20 @@ def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, froze
     assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
 
 
+@pytest.mark.parametrize("size", ["1GiB", "auto"])
+def test_a_cache_that_is_switched_on_between_two_steps(size, frozen, monkeypatch):
+    def step_of(model, optimizer, step):
+        if step == STEPS and graphs.replays:
+            nf4_patch.enable(cache=size)
+        return one_step(model, optimizer, step)
+
+    with_free_memory(monkeypatch)
+    monkeypatch.setattr(graphs, "replays", 0)
+    found = compared(model_of, step_of, steps=STEPS + 5)
+    assert found["replays"] >= LAYERS * (STEPS + 5 - EAGER - 1)
+    assert found["status"].cache.weights == LAYERS * 7 and found["status"].cache.hits
+
+
 def test_layers_are_recorded_if_the_cache_runs_out_of_memory(frozen, at_the_third_call, monkeypatch):
     def fill(less):
         with monkeypatch.context() as patched:
