@@ -238,7 +238,9 @@ def test_layers_fill_the_cache_when_they_are_recorded(options, frozen, at_the_th
     found = compared(model_of, steps=6, base=options | {"cache": "auto"})
     assert found["replays"] == LAYERS * 4
     assert found["status"].cache.weights == LAYERS * 7
-    assert found["status"].cache.hits >= LAYERS * 7 * 3
+    assert found["status"].cache.hits >= LAYERS * 7 * (
+        4 * 2 if GPU else 1
+    )  # a recording of operations does not read the cache
     assert found["status"].activations.mode == "off" or found["status"].activations.layers == LAYERS
 
 
@@ -253,20 +255,6 @@ def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, froze
     found = compared(model_of, step_of, steps=4, base=options | {"cache": "auto"})
     assert found["status"].cache.weights == LAYERS * 7
     assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
-
-
-@pytest.mark.parametrize("size", ["1GiB", "auto"])
-def test_a_cache_that_is_switched_on_between_two_steps(size, frozen, monkeypatch):
-    def step_of(model, optimizer, step):
-        if step == STEPS and graphs.replays:
-            nf4_patch.enable(cache=size)
-        return one_step(model, optimizer, step)
-
-    with_free_memory(monkeypatch)
-    monkeypatch.setattr(graphs, "replays", 0)
-    found = compared(model_of, step_of, steps=STEPS + 5)
-    assert found["replays"] >= LAYERS * (STEPS + 5 - EAGER - 1)
-    assert found["status"].cache.weights == LAYERS * 7 and found["status"].cache.hits
 
 
 def test_layers_are_recorded_if_the_cache_runs_out_of_memory(frozen, at_the_third_call, monkeypatch):
