@@ -351,10 +351,9 @@ class GraphedLayer:
     def warm_up(self, work: Any) -> None:
         self.is_random = warm_up(self.recorder, work)
         if cache.missed:
+            less = 0 if self.keeps else self.recorder.size  # the budget of activations covers the graphs that keep them
             with self.recorder.outside():
-                filled = cache.fill(
-                    0 if self.keeps else self.recorder.size
-                )  # the budget of activations covers kept ones
+                filled = cache.fill(less)
             if filled:  # other kernels may multiply cached weights
                 warm_up(self.recorder, work)
         self.pins.clear()
