@@ -88,7 +88,6 @@ ELSEWHERE = {
         "needs the line above; of a tiny model: integration/test_examples.py"
     ),
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py": "train.py is the block above, which is run",
-    "pip install 'transformers>=5.17' 'peft>=0.19' 'bitsandbytes>=0.50' accelerate 'trl>=1.15'": "installs packages",
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
     "scripts/test": "is this run: see .ci/run",
 }
