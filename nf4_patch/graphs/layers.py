@@ -52,14 +52,14 @@ def is_slow(device: int) -> bool:
 
 
 def observe(x: Any) -> None:
-    """Drop all graphs if x is larger than all earlier inputs. Then update the budgets of ``"auto"``, which might drop graphs too."""
+    """Update the budgets of ``"auto"``. Drop all graphs if x is larger than all earlier inputs, or if the cache got its budget."""
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if (activations.mode == "auto" or cache.auto is not None) and torch.is_grad_enabled():
-            had_budget = cache.budget
             spare.observe(x)
-            if cache.budget and not had_budget:
-                graphs.drop()  # they decode weights that the cache may now keep
+        had_budget, graphs.had_budget = graphs.had_budget, cache.auto is not None and cache.budget > 0
+        if graphs.had_budget and not had_budget:
+            graphs.drop()  # they decode weights that the cache may now keep
 
 
 def is_on_another_stream(device: int) -> bool:

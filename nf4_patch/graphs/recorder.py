@@ -243,10 +243,9 @@ class Recorder:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Inside the ``with`` block of ``recording``, run another block on the stream of the replays and beside the pool."""
-        before, stream = (
-            memory(self.device, "reserved_bytes"),
-            torch.cuda.ExternalStream(self.replay_stream, self.device),
-        )
+        before, stream = memory(self.device, "reserved_bytes"), torch.cuda.default_stream(self.device)
+        if self.replay_stream:  # ExternalStream(0) would be a new stream, which waits for no other
+            stream = torch.cuda.ExternalStream(self.replay_stream, self.device)
         with torch.cuda.stream(stream):
             yield
         self.stream.wait_stream(stream)

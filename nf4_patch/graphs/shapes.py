@@ -76,6 +76,7 @@ class Graphs:
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
         self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
+        self.had_budget = False  # whether ``cache="auto"`` had a budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture
         self.replays = 0
         self.stepping = Stepping()

@@ -51,7 +51,7 @@ from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.fingerprint import Fingerprint
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.libraries.unsloth import CHECKPOINTING
-from nf4_patch.memory.spare import MemoryInfo
+from nf4_patch.memory.spare import MemoryInfo, spare
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.counters import counters
@@ -242,16 +242,23 @@ def test_layers_fill_the_cache_when_they_are_recorded(options, frozen, at_the_th
     assert found["status"].activations.mode == "off" or found["status"].activations.layers == LAYERS
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("options", [{}, {"activations": "auto"}], ids=["recomputed", "kept"])
-def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, frozen, monkeypatch):
-    """With gradient accumulation, layers are recorded in the first training step, before ``"auto"`` has a budget."""
+def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, evaluates, frozen, monkeypatch):
+    """With gradient accumulation, layers are recorded in the first training step, before ``"auto"`` has a budget.
+
+    The cache may also get its budget in an evaluation.
+    """
 
     def step_of(model, optimizer, step):
+        if evaluates:
+            spare.observe(torch.zeros(2, LENGTH, SHAPE.hidden_size, device=DEVICE))  # as linear layers do
         return [loss for part in range(RECORDED_AT) for loss in backward(loss_of(model, RECORDED_AT * step + part))]
 
     with_free_memory(monkeypatch)
     found = compared(model_of, step_of, steps=4, base=options | {"cache": "auto"})
     assert found["status"].cache.weights == LAYERS * 7
+    assert found["status"].cache.hits >= LAYERS * 7 * 3
     assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
 
 
@@ -1795,6 +1802,22 @@ def test_memory_of_kept_layers_counts_once(monkeypatch):
             memory["peak"] = max(memory["peak"], (10 + 4 * layer) * GIB)
         memory["reserved_bytes"] = 32 * GIB
     assert recorder.taken == 24 * GIB and recorder.rest == 10 * GIB
+
+
+@pytest.mark.parametrize(("replayed_on", "expected"), [(0, "default"), (7, "external 7")])
+def test_weights_that_fill_the_cache_are_decoded_on_the_stream_of_the_replays(replayed_on, expected, monkeypatch):
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.replay_stream, recorder.taken, recorder.begun = 0, replayed_on, 0, 5 * GIB
+    entered, waited, found = [], [], iter([6 * GIB, 9 * GIB, 10 * GIB])
+    recorder.stream = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(recorder_module, "memory", lambda *kind: next(found))
+    monkeypatch.setattr(torch.cuda, "stream", lambda each: contextlib.nullcontext(entered.append(each)))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: f"external {pointer}")
+    with recorder.outside():
+        pass
+    assert entered == waited == [expected]
+    assert recorder.size == 2 * GIB
 
 
 def test_no_memory_for_a_first_recording(monkeypatch):
