@@ -246,7 +246,8 @@ class Cache(dequantizer.Reader):
                 return result
             why = self.no_room()
         self.misses += 1
-        if why is Uncached.CUDA_GRAPH and self.auto is not None and not is_captured(weight.packed.get_device()):
+        on_pinning = runtime.current_stream(weight.packed.get_device()) == self.pinning and not runtime.is_capturing()
+        if why is Uncached.CUDA_GRAPH and self.auto is not None and on_pinning:
             self.missed[location(weight)] = weight, decode
         else:
             self.uncached[why] += 1
