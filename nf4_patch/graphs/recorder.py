@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..memory.spare import MemoryInfo
+from ..memory.spare import MemoryInfo, spare
 from ..nf4 import runtime
 from ..nf4.runtime import is_out_of_memory
 from ..patching.reasons import Reason
@@ -330,6 +330,7 @@ def modes_of_recording(differentiable: bool) -> Iterator[None]:
     """
     with (
         quiet_garbage(),
+        spare.ignoring(),  # otherwise graphs could be dropped, and the recording would overwrite kept activations
         torch.set_grad_enabled(differentiable),
         torch.autograd.set_multithreading_enabled(False),
         # detached, because a result that autograd saves as it is would keep itself alive

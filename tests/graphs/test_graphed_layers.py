@@ -51,6 +51,7 @@ from nf4_patch.graphs.capture import aligned
 from nf4_patch.graphs.fingerprint import Fingerprint
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.libraries.unsloth import CHECKPOINTING
+from nf4_patch.memory import spare as spare_module
 from nf4_patch.memory.spare import MemoryInfo, spare
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.nf4 import runtime
@@ -260,6 +261,16 @@ def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, evalu
     assert found["status"].cache.weights == LAYERS * 7
     assert found["status"].cache.hits >= LAYERS * 7 * 3
     assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
+
+
+def test_no_graphs_are_dropped_during_a_recording(frozen, monkeypatch):
+    """Free memory runs short in the warm-up. A drop would let the recording overwrite activations that earlier layers keep."""
+    with_free_memory(monkeypatch)
+    monkeypatch.setattr(spare_module, "SECONDS", 0)
+    short = classmethod(lambda cls, device: cls(0 if cache.pinning != -1 else 2**34, 0, 0, 2**20))
+    monkeypatch.setattr(MemoryInfo, "of", short)
+    found = compared(model_of, steps=6, base={"activations": "auto", "cache": "auto"})
+    assert found["status"].activations.layers == LAYERS and found["status"].cache.weights == LAYERS * 7
 
 
 def test_layers_are_recorded_if_the_cache_runs_out_of_memory(frozen, at_the_third_call, monkeypatch):
