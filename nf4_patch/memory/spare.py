@@ -243,7 +243,6 @@ class Spare:
         if rest <= 0:
             self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
             return
-        self.waits = False
         for user in self.users:
             user.share = min(rest, user.wants(rest))
             rest -= user.share
@@ -252,6 +251,7 @@ class Spare:
         runtime.empty_cache()
         for user in self.users:
             user.allow(user.share)
+        self.waits = False  # last, so that the next forward pass repeats an interrupted call
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
