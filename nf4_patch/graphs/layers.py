@@ -123,6 +123,9 @@ def is_valid(graph: GraphedLayer, call: LayerCall) -> bool:
     if isinstance(graph, KeptLayer):
         graphs.retire(graph.generation)
     graphs.drop_changed(call.key, call.layer)
+    # The layer is unchanged, but its cached weights were freed.
+    if graph.pins and cache.auto is not None and not cache.budget:
+        graphs.restart_count(call.key, call.layer)
     graphs.count(call.key, call.layer)
     return False
 

@@ -230,6 +230,9 @@ class Graphs:
         layers[layer] = calls = layers.get(layer, 0) + 1
         return calls
 
+    def restart_count(self, key: Any, layer: nn.Module) -> None:
+        self.calls.get(key, ByLayer()).pop(layer, None)
+
     # --- parameters ---
 
     def claim(self, layer: nn.Module) -> None:

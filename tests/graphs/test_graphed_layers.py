@@ -53,6 +53,7 @@ from nf4_patch.graphs.layers import graphs
 from nf4_patch.libraries.unsloth import CHECKPOINTING
 from nf4_patch.memory import spare as spare_module
 from nf4_patch.memory.spare import MemoryInfo, spare
+from nf4_patch.memory.waits import Waits
 from nf4_patch.moe import launch as experts_launch
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.counters import counters
@@ -239,7 +240,7 @@ def test_layers_fill_the_cache_when_they_are_recorded(options, frozen, at_the_th
     found = compared(model_of, steps=6, base=options | {"cache": "auto"})
     assert found["replays"] == LAYERS * 4
     assert found["status"].cache.weights == LAYERS * 7
-    assert found["status"].cache.hits >= LAYERS * 7 * 3
+    assert found["status"].cache.hits >= LAYERS * 7 * 6  # those without graphs are fewer
     assert found["status"].activations.mode == "off" or found["status"].activations.layers == LAYERS
 
 
@@ -259,8 +260,19 @@ def test_layers_are_recorded_again_when_the_cache_gets_its_budget(options, evalu
     with_free_memory(monkeypatch)
     found = compared(model_of, step_of, steps=4, base=options | {"cache": "auto"})
     assert found["status"].cache.weights == LAYERS * 7
-    assert found["status"].cache.hits >= LAYERS * 7 * 3
     assert found["replays"] >= LAYERS * (RECORDED_AT * 4 - EAGER - RECORDED_AT)
+
+
+def test_layers_are_recorded_again_each_time_the_cache_gave_its_memory_back(frozen, at_the_third_call, monkeypatch):
+    """Layers that change run eagerly for longer and longer. These layers do not change."""
+
+    def step_of(model, optimizer, step):
+        if step in (5, 8):
+            spare.give_back(Waits.MEMORY, 0, 0)
+        return one_step(model, optimizer, step)
+
+    with_free_memory(monkeypatch)
+    assert compared(model_of, step_of, steps=12, base={"cache": "auto"})["replays"] == LAYERS * 6
 
 
 def test_no_graphs_are_dropped_during_a_recording(frozen, monkeypatch):
