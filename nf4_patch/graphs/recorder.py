@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -255,7 +256,7 @@ class Recorder:
     def check(self, part: int, held: int) -> None:
         peak = memory(self.device, "allocated_bytes", "peak")
         if peak > self.peak:
-            self.peak, self.rest = peak, max(self.rest, peak - held)
+            self.peak, self.rest = peak, max(self.rest, min(peak - held, needed(self.device)))
         self.require(self.device, self.taken, self.rest - part)
 
     @staticmethod
@@ -271,7 +272,7 @@ class Recorder:
         """
         found = MemoryInfo.of(device)
         limit = found.free + found.reserved - found.margin
-        rest = memory(device, "allocated_bytes", "peak") if rest is None else rest
+        rest = min(memory(device, "allocated_bytes", "peak"), needed(device)) if rest is None else rest
         if taken + rest > limit:
             gib = [f"{size / 2**30:.2f} GiB" for size in (taken, rest, limit)]
             raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
@@ -308,6 +309,11 @@ def memory(device: int, kind: str, value: str = "current") -> int:
     """
     # torch.cuda.memory_stats would sort all statistics first.
     return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
+
+
+def needed(device: int) -> int:
+    """Return the most bytes that training needed besides spare memory, such as cached weights, which the peak includes."""
+    return sys.maxsize if spare.waits else spare.needed.get(device, sys.maxsize)
 
 
 def give_back() -> None:

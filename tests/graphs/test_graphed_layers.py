@@ -1808,6 +1808,38 @@ def test_memory_for_the_rest_of_a_step(peak, fits, monkeypatch):
     assert recorder.taken == 5 * GIB
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_cached_weights_are_no_part_of_the_rest_of_a_step(waits, monkeypatch):
+    """The peak of 30 GiB includes 20 GiB of cached weights, unless spare memory has no budget."""
+    monkeypatch.setattr(spare, "waits", waits)
+    monkeypatch.setattr(spare, "needed", {0: 10 * GIB})
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.taken = 0, 2 * GIB
+    monkeypatch.setattr(recorder_module, "memory", lambda *kind: 30 * GIB)
+    monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(2 * GIB, 30 * GIB, 0, GIB))
+    expected = pytest.raises(torch.cuda.OutOfMemoryError) if waits else contextlib.nullcontext()
+    with expected, recorder.leaving_enough():
+        pass
+
+
+def test_layers_without_memory_are_tried_again_after_cached_weights_were_freed(monkeypatch):
+    def lacks(device, taken=0, rest=None):
+        if spare.waits and spare.needed:
+            raise torch.OutOfMemoryError("of 1 GiB")
+
+    def step_of(model, optimizer, step):
+        if step == 3:
+            spare.give_back(Waits.MEMORY, 0, 0)
+            graphs.drop()
+        return one_step(model, optimizer, step)
+
+    with_free_memory(monkeypatch)
+    monkeypatch.setattr(recording_module.Recorder, "require", staticmethod(lacks))
+    found = compared(model_of, step_of, steps=10, base={"cache": "auto"})
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and graphs.refusals == {}
+    assert found["replays"] > LAYERS * 2
+
+
 def test_memory_of_kept_layers_counts_once(monkeypatch):
     """Layers keep 4 GiB each, next to 6 GiB of weights. Steps need 9 GiB, or 10 GiB while the first layer is recorded.
 
