@@ -312,7 +312,10 @@ def memory(device: int, kind: str, value: str = "current") -> int:
 
 
 def needed(device: int) -> int:
-    """Return the most bytes that training needed besides spare memory, such as cached weights, which the peak includes."""
+    """Return the most bytes that training needed without spare memory, if this is known.
+
+    PyTorch's peak includes spare memory, such as that of cached weights.
+    """
     return sys.maxsize if spare.waits else spare.needed.get(device, sys.maxsize)
 
 
