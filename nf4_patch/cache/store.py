@@ -90,9 +90,8 @@ class Cache(dequantizer.Reader):
         If the cache gets its budget after the layers ran eagerly, graphs would otherwise never find cached weights.
 
         Args:
-            less: bytes of the memory of graphs, which stay free if the budget is "auto".
+            less: bytes of the budget that stay free for the memory of graphs.
         """
-        less = 0 if self.auto is None else less
         pinning, missed, misses = self.pinning, self.missed, self.misses
         self.pinning, self.missed = -1, {}
         try:
@@ -247,11 +246,15 @@ class Cache(dequantizer.Reader):
                 return result
             why = self.no_room()
         self.misses += 1
-        if why is Uncached.CUDA_GRAPH and not is_captured(weight.packed.get_device()):
+        if why is Uncached.CUDA_GRAPH and self.auto is not None and self.warms_up(weight):
             self.missed[location(weight)] = weight, decode
         else:
             self.uncached[why] += 1
         return None
+
+    def warms_up(self, weight: PackedWeight) -> bool:
+        """Return whether a layer is being warmed up inside ``pinned``, on the stream of the capture that follows."""
+        return runtime.current_stream(weight.packed.get_device()) == self.pinning and not runtime.is_capturing()
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """Decode and cache a weight.

@@ -52,12 +52,12 @@ def is_slow(device: int) -> bool:
 
 
 def observe(x: Any) -> None:
-    """Drop all graphs if x is larger than all earlier inputs. Then update the budgets of ``"auto"``, which might drop graphs too."""
+    """Update the budgets of ``"auto"``. Drop all graphs if x is larger than all earlier inputs, or if the cache got its budget."""
     if isinstance(x, Tensor) and runtime.runs_on(x) and not runtime.is_capturing():
         graphs.make_way(x)
         if (activations.mode == "auto" or cache.auto is not None) and torch.is_grad_enabled():
             spare.observe(x)
-        graphs.note_budget(cache.budget)
+        graphs.note_budget(cache.auto is not None and cache.budget > 0)
 
 
 def is_on_another_stream(device: int) -> bool:
@@ -121,6 +121,9 @@ def is_valid(graph: GraphedLayer, call: LayerCall) -> bool:
     if isinstance(graph, KeptLayer):
         graphs.retire(graph.generation)
     graphs.drop_changed(call.key, call.layer)
+    # The layer is unchanged, but its cached weights were freed.
+    if graph.pins and cache.auto is not None and not cache.budget:
+        graphs.restart_count(call.key, call.layer)
     graphs.count(call.key, call.layer)
     return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..memory.spare import MemoryInfo
+from ..memory.spare import MemoryInfo, spare
 from ..nf4 import runtime
 from ..nf4.runtime import is_out_of_memory
 from ..patching.reasons import Reason
@@ -243,8 +244,9 @@ class Recorder:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Inside the ``with`` block of ``recording``, run another block on the stream of the replays and beside the pool."""
-        before = memory(self.device, "reserved_bytes")
-        stream = torch.cuda.ExternalStream(self.replay_stream, self.device)
+        before, stream = memory(self.device, "reserved_bytes"), torch.cuda.default_stream(self.device)
+        if self.replay_stream:  # ExternalStream(0) would be a new stream, which waits for no other
+            stream = torch.cuda.ExternalStream(self.replay_stream, self.device)
         with torch.cuda.stream(stream):
             yield
         self.stream.wait_stream(stream)
@@ -254,7 +256,7 @@ class Recorder:
     def check(self, part: int, held: int) -> None:
         peak = memory(self.device, "allocated_bytes", "peak")
         if peak > self.peak:
-            self.peak, self.rest = peak, max(self.rest, peak - held)
+            self.peak, self.rest = peak, max(self.rest, min(peak - held, needed(self.device)))
         self.require(self.device, self.taken, self.rest - part)
 
     @staticmethod
@@ -270,7 +272,7 @@ class Recorder:
         """
         found = MemoryInfo.of(device)
         limit = found.free + found.reserved - found.margin
-        rest = memory(device, "allocated_bytes", "peak") if rest is None else rest
+        rest = min(memory(device, "allocated_bytes", "peak"), needed(device)) if rest is None else rest
         if taken + rest > limit:
             gib = [f"{size / 2**30:.2f} GiB" for size in (taken, rest, limit)]
             raise torch.OutOfMemoryError("CUDA graphs take {}, the rest of a step up to {}, of {}".format(*gib))
@@ -309,6 +311,14 @@ def memory(device: int, kind: str, value: str = "current") -> int:
     return int(torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"][value])
 
 
+def needed(device: int) -> int:
+    """Return the most bytes that training needed without spare memory, if this is known.
+
+    PyTorch's peak includes spare memory, such as that of cached weights.
+    """
+    return sys.maxsize if spare.waits else spare.needed.get(device, sys.maxsize)
+
+
 def give_back() -> None:
     """Return PyTorch's unused memory to the driver."""
     if not runtime.is_capturing():
@@ -329,6 +339,7 @@ def modes_of_recording(differentiable: bool) -> Iterator[None]:
     """
     with (
         quiet_garbage(),
+        spare.ignoring(),  # otherwise graphs could be dropped, and the recording would overwrite kept activations
         torch.set_grad_enabled(differentiable),
         torch.autograd.set_multithreading_enabled(False),
         # detached, because a result that autograd saves as it is would keep itself alive

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.layers import through
+from ..memory.spare import spare
 from ..nf4 import runtime
 from ..patching import context
 from ..patching.counters import warn_once
@@ -58,9 +59,11 @@ def recorded(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
         graphs.refuse(key, call.layer, Refused(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"))
         raise
     if isinstance(found, Refused):
-        if found.reason in WARNED:
+        # While spare memory has no budget, PyTorch's peak may include cached weights that were freed since then.
+        is_final = not (found.reason is Reason.GRAPH_MEMORY and spare.waits and spare.needed)
+        if found.reason in WARNED and is_final:
             warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({found.reason.name}): {found.detail}")
-        if found.reason in FOR_GOOD:
+        if found.reason in FOR_GOOD and is_final:
             graphs.refuse(key, call.layer, found)
         elif keeps:
             graphs.put_off(key, call.layer)

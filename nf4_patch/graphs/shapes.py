@@ -76,7 +76,7 @@ class Graphs:
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
         self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
-        self.budget = 0  # the cache's budget at the latest call of a layer
+        self.had_budget = False  # whether ``cache="auto"`` had a budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture
         self.replays = 0
         self.stepping = Stepping()
@@ -192,11 +192,11 @@ class Graphs:
             if device in self.recorders or device in self.keepers:
                 self.drop()
 
-    def note_budget(self, budget: int) -> None:
-        """Drop every recording when the cache gets a budget, because the cache may now keep weights that the recordings decode."""
-        if budget and not self.budget:
+    def note_budget(self, has_budget: bool) -> None:
+        """Drop every recording when ``cache="auto"`` gets its budget: the cache may now keep weights that recordings decode."""
+        had_budget, self.had_budget = self.had_budget, has_budget
+        if has_budget and not had_budget:
             self.drop()
-        self.budget = budget
 
     # --- refusals ---
 
@@ -235,6 +235,9 @@ class Graphs:
             self.calls.popitem(last=False)
         layers[layer] = calls = layers.get(layer, 0) + 1
         return calls
+
+    def restart_count(self, key: Any, layer: nn.Module) -> None:
+        self.calls.get(key, ByLayer()).pop(layer, None)
 
     # --- parameters ---
 

@@ -12,8 +12,10 @@ A training step is counted when the next forward pass begins, because it can hav
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -67,12 +69,19 @@ class User:
     share: int = 0  # the budget that the user got last
 
 
+class Ignored(threading.local):
+    """Tells whether ``Spare`` ignores the forward passes of this thread."""
+
+    on = False
+
+
 class Spare:
     """Shares the spare memory of the process among its users. Observes the training while there are users."""
 
     def __init__(self) -> None:
         self.users: list[User] = []
         self.lock = new_lock()
+        self.ignored = Ignored()
         self.hooks: tuple[Any, ...] = ()
         # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("memory.spare").attempt
@@ -144,10 +153,19 @@ class Spare:
             self.attempt(self.observed, x)
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Ignore the forward passes of this thread inside the ``with`` block, so that they give no memory back."""
+        before, self.ignored.on = self.ignored.on, True
+        try:
+            yield
+        finally:
+            self.ignored.on = before
+
     def observed(self, x: Any) -> None:
         """Update the budget. The batch size is read from ``x``, which is or contains activations [..., length, features]."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
-        if not self.users or not found or runtime.is_capturing():
+        if not self.users or not found or self.ignored.on or runtime.is_capturing():
             return
         if self.trains and not self.optimizers:  # the training is over, and another one may have begun
             self.forget()
@@ -225,7 +243,6 @@ class Spare:
         if rest <= 0:
             self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
             return
-        self.waits = False
         for user in self.users:
             user.share = min(rest, user.wants(rest))
             rest -= user.share
@@ -234,6 +251,7 @@ class Spare:
         runtime.empty_cache()
         for user in self.users:
             user.allow(user.share)
+        self.waits = False  # last, so that the next forward pass repeats an interrupted call
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -236,7 +236,7 @@ class Prefetcher:
 
     def free(self, buffer: Buffer) -> None:
         self.empty(buffer)
-        buffer.memory, buffer.views = None, {}
+        buffer.memory, buffer.views, buffer.identities = None, {}, {}
 
     def clear(self) -> None:
         """Free all copies. Blocks that ``allow`` chose get a resident copy again at their next read."""
@@ -330,6 +330,8 @@ def release() -> None:
     """Free all copies of packed weights, so that the next reads copy them from host memory again."""
     for prefetcher in list(prefetchers.values()):
         prefetcher.clear()
+    for block in living():  # ``swap_tensors`` refuses tensors with weak references
+        block.identities.clear()
 
 
 def allow(budget: int) -> None:

@@ -109,6 +109,16 @@ def test_the_budget_in_the_course_of_a_training(gpu, schedule):
     assert not any(budgets[0] for budgets in begun.values() if budgets)
 
 
+def test_an_interrupt_while_memory_is_taken(gpu, monkeypatch):
+    train(auto.STEPS)
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "empty_cache", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cache.auto.observe(BATCH)
+    cache.auto.observe(inputs(2, 512, 64))
+    assert cache.budget == 9 * GIB
+
+
 def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
     train(auto.STEPS)
     assert cache.budget == 0

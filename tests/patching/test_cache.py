@@ -366,6 +366,22 @@ def test_nothing_is_cached_in_the_memory_of_a_cuda_graph(cache, monkeypatch):
     assert not cache.weights and cache.uncached == {Uncached.CUDA_GRAPH: 1}
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_weight_that_is_read_before_a_capture_fills_the_cache(capturing, cache, monkeypatch):
+    """torch.compile's module for CUDA graphs is imported, so every side stream counts as captured."""
+    cache.configure("auto")
+    cache.set_budget(2**20)
+    packed, state = weight()
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", sys)
+    with cache.pinned(7):
+        with monkeypatch.context() as patched:
+            patched.setattr(store.runtime, "current_stream", lambda device: 7)
+            patched.setattr(store.runtime, "is_capturing", lambda: capturing)
+            read(cache, packed, state)
+        assert cache.fill(0) is not capturing
+    assert len(cache.weights) == 1 - capturing and cache.uncached[Uncached.CUDA_GRAPH] == capturing
+
+
 def test_a_weight_that_only_another_stream_reads_gives_its_place_up(cache, monkeypatch):
     """Its next read caches it for that stream."""
     packed, state = weight()

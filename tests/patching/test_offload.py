@@ -177,6 +177,14 @@ def test_swapped_after_it_has_arrived(folder, gpu, patched):
         assert torch.equal(dense(module), getattr(module, STACKS[0]))
 
 
+def test_swapped_after_offload_was_switched_off(folder, gpu, patched):
+    module = experts_of(model_of(folder))[0]
+    dense(module)
+    patched.disable()
+    swapped = module.parametrizations[STACKS[0]].original
+    torch.utils.swap_tensors(swapped, another(swapped, swapped.detach().clone()))
+
+
 @pytest.mark.full
 def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
     """After an ``enabled()`` block, and under torch.compile, the stack is read directly from host memory."""

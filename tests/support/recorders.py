@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from nf4_patch.graphs import recording
 from nf4_patch.graphs.generation import tensors_of
 from nf4_patch.graphs.recorder import Recorder, modes_of_recording, restore
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 
 
 def copy_into(held: Any, results: Any) -> None:
@@ -195,10 +197,19 @@ class Log(TorchDispatchMode):
                         old.copy_(new)
 
 
+decode = Dequantizer.run
+
+
+def read(self: Dequantizer, weight: Any, out: Any = None, into_buffer: bool = False, only_read: bool = False) -> Any:
+    """Read the weight cache, which ``Dequantizer.run`` does not do in a dispatch mode such as ``Log``."""
+    found = cache.read(weight, self.run) if only_read and cache.on and out is None else None
+    return found if isinstance(found, Tensor) else decode(self, weight, out, into_buffer, only_read)
+
+
 class Operations(Rerun):
     def record(self, work: Any, before: Any = None, *given: Any, keeps: bool = False) -> tuple[Any, Any]:
         log = Log()
-        with nothing_ran(work), log:
+        with nothing_ran(work), log, mock.patch.object(Dequantizer, "run", read):
             result = work(*given)
         return OfLog(log), result
 
