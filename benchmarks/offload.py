@@ -160,7 +160,7 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "70B, resident": (Setting("Llama-3.1-70B", 16, 4096, bits=0, steps=5), ("resident", "all")),
 }
 
-# Whether the sides of a run alternate in one process. By default, no. Both: the peaks come from separate processes, the times not.
+# Runs whose sides alternate in one process (True). All others run in separate processes (False), which measure peaks too.
 TURNS = {"4,096 tokens": (False, True), "32B, resident": (True,), "70B, resident": (True,)}
 
 
@@ -608,9 +608,8 @@ def main(arguments: list[str] | None = None) -> None:
         setting, first = dataclasses.replace(setting, **given), None
         wanted = [side for side in args.sides or sides if side != "budget" or setting.budget]
         ways = (True,) if args.turns else TURNS.get(name, (False,))
-        for processes in [
-            each for in_turns in ways for each in ([wanted] if in_turns else [[side] for side in wanted])
-        ]:
+        alone = [[side] for side in wanted]
+        for processes in [each for in_turns in ways for each in ([wanted] if in_turns else alone)]:
             for run in in_process(setting, processes):
                 trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)

@@ -103,7 +103,7 @@ class Cache(dequantizer.Reader):
                     else:
                         self.uncached[why] += 1
         except torch.OutOfMemoryError:
-            pass  # the graphs decode the other weights; the recording that is in progress needs its memory
+            pass  # the recording needs its memory; the next forward pass notices the failed allocation, and gives memory back
         finally:
             self.pinning = pinning
         return self.misses > misses

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..nf4 import runtime
+from ..nf4.identity import nobody
 from ..patching.context import backward_in_progress
 from ..patching.locks import new_lock
 from ..patching.replacement import Fallbacks
@@ -39,10 +40,6 @@ SECONDS = 0.2  # seconds between two queries of the free memory; a query takes a
 MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more are in use, another process has them
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
-
-
-def nobody() -> None:
-    """Stand in for a weak reference to a freed tensor, and return None."""
 
 
 def everything(_rest: int) -> int:
