@@ -2296,6 +2296,9 @@ def test_script_of_trl(packing, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
+    # With two GPUs, transformers' Trainer would use DataParallel, which TRL does not support.
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
     def losses(**variables: str) -> tuple[list[str], str]:
         command = [
             sys.executable, "-m", "nf4_patch", "run", "--report", sys.executable, "-m", "trl.scripts.sft",
@@ -2310,7 +2313,7 @@ def test_script_of_trl(packing, tmp_path):
             capture_output=True,
             text=True,
             timeout=200,
-            env={**os.environ, "NF4_PATCH": "1", **variables},
+            env={**os.environ, **one_gpu, "NF4_PATCH": "1", **variables},
         )
         assert result.returncode == 0, result.stderr[-3000:]
         return re.findall(r"'loss': '?([\d.e-]+)", result.stdout + result.stderr), result.stderr

@@ -31,6 +31,7 @@ from nf4_patch.patching.checkpoint import Checkpoint
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_activations_gpu.py")
 MIB, GIB = 2**20, 2**30
 LAYERS = 4
 SIZES = {

@@ -85,12 +85,12 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, on_with_matmul):
 
 
 @pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "rows", "lora"])
-def test_reasons_of_a_state(name, on_with_matmul):
+def test_reasons_of_a_state(name, device, on_with_matmul):
     replacement, arguments_of, seen = replaced(name)
-    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
-    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    packed, state = quantized((128, 256), torch.bfloat16, device)
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16, device=device)
     with_gradient = x.clone().requires_grad_()
-    more = torch.randn(1, 2, 256, dtype=torch.bfloat16) if "gemv" in name else with_gradient
+    more = torch.randn(1, 2, 256, dtype=torch.bfloat16, device=device) if "gemv" in name else with_gradient
     for each_x, each_state in ((x, None), (x, [1, 2]), (more, state), (with_gradient, state)):
         replacement(*arguments_of(each_x, packed, each_state))
     with torch.utils.flop_counter.FlopCounterMode(display=False):

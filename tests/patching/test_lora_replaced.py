@@ -125,7 +125,7 @@ def test_what_a_replacement_may_look_like(device, make):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_a_forward_of_peft_replaced_before_enable_runs(device, dtypes, caplog):
     """The replaced forward scales LoRA's product by another factor."""
-    cls, (adapter, autocast) = lora.peft.tuners.lora.bnb.Linear4bit, dtypes
+    cls, (adapter, autocast) = importlib.import_module("peft.tuners.lora.bnb").Linear4bit, dtypes
     stock = getattr(cls.forward, "__wrapped__", cls.forward)
     entry = placement.installed.pop(lora.TARGET, None)
 
@@ -147,7 +147,8 @@ def test_a_forward_of_peft_replaced_before_enable_runs(device, dtypes, caplog):
         placement.installed.pop(lora.TARGET, None)
         if entry is not None:
             placement.installed[lora.TARGET] = entry
-    assert all(map(torch.equal, got, want)) and torch.equal(*few)
+    rounding = 0.02 * float(few[1].abs().max()) if device.type == "cuda" else 0.0  # of matmul="auto"
+    assert all(map(torch.equal, got, want)) and torch.allclose(*few, rtol=0, atol=rounding)
     assert set(fallbacks(lora.TARGET)) == {Reason.LORA_REPLACED} and not counters.hits(lora.TARGET)
 
 

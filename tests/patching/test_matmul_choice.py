@@ -391,12 +391,12 @@ def test_a_round_in_which_the_gpu_waits_for_the_host_is_dropped(monkeypatch, lat
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_an_input_that_requires_a_gradient_measures_nothing(monkeypatch, requires_grad):
+def test_an_input_that_requires_a_gradient_measures_nothing(device, monkeypatch, requires_grad):
     asked = []
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(product, "config_for", lambda *size, may_measure: asked.append((*size, may_measure)))
-    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
-    x = torch.randn(2, 3, 128, dtype=torch.bfloat16, requires_grad=requires_grad)
+    packed, state = quantized((64, 128), torch.bfloat16, device)
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16, device=device, requires_grad=requires_grad)
     assert product.FusedMatmul("test").run(x, layout_of(packed, state)) is Reason.NOT_FASTER
     assert asked == [(0, 6, 64, 128, not requires_grad)]
 

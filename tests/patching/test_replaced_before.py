@@ -156,7 +156,7 @@ def test_a_function_that_matmul_4bit_would_call_runs(linear_op, product, inner):
         counters.reset()
         bnb.matmul_4bit(*arguments)
         assert fallbacks(MATMUL) == {Reason.REPLACED: 1}
-    if inner == LINEAR:  # bitsandbytes' op calls it here
+    if inner == LINEAR and not torch.cuda.is_available():  # without a GPU, bitsandbytes' op calls it here
         assert fallbacks(LINEAR) == {Reason.REPLACED: 1}
 
 

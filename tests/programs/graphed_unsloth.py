@@ -32,10 +32,12 @@ tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_se
 
 def training(**options):
     optimizer, losses = optimizer_of(model, lr=1e-3), []  # sets the adapters to the same numbers
+    loss = None
     with nf4_patch.enabled(**options):
         before = nf4_patch.status().graphs.replays
         for batch in tokens:
             optimizer.zero_grad(set_to_none=True)
+            del loss  # without graphs, it still holds memory of the latest step
             allocated = torch.cuda.memory_allocated()
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=batch, labels=batch).loss
