@@ -99,6 +99,11 @@ def test_no_lack_of_memory_where_there_is_none_without_us(options):
     assert program("auto_cache", 0, 8, *options).stdout.endswith("auto\n")
 
 
+@pytest.mark.slow
+def test_the_profile_fast_in_much_memory_and_in_little():
+    assert program("fast_in_little_memory", CUBLAS_WORKSPACE_CONFIG=":4096:8").stdout.endswith("equal\n")
+
+
 def test_sixteen_lengths_take_no_more_memory_than_the_longest(model):
     def peak(lengths):
         gc.collect()
