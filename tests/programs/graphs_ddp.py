@@ -1,7 +1,9 @@
 """DDP in two processes, eagerly and with graphs. Losses and gradients are bit-identical. torchrun --nproc-per-node 2
 
-graphs_ddp.py [unsloth] # a model of Unsloth with its own checkpoint, instead of one of peft The processes use NCCL with
-two GPUs, and gloo if both share one GPU.
+graphs_ddp.py [unsloth] # a model of Unsloth with its own checkpoint, instead of one of peft
+
+With peft, the profile "fast" is compared with ``lora="fused"`` too. The processes use NCCL with two GPUs, and gloo if both
+share one GPU.
 """
 
 import os
@@ -40,13 +42,13 @@ def model_of():
     return get_peft_model(model, config)
 
 
-def training(model, **options):
+def training(model, profile=None, **options):
     parallel = DistributedDataParallel(model.train(), device_ids=[device], gradient_as_bucket_view=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     torch.manual_seed(rank)
     numbers = []
-    with nf4_patch.enabled(**options):
+    with nf4_patch.enabled(profile, **options):
         for step in range(6):
             for part in range(2):  # two micro-batches
                 generator = torch.Generator().manual_seed(10 * step + 2 * part + rank)
@@ -58,15 +60,20 @@ def training(model, **options):
             numbers += [parameter.grad.double().flatten() for parameter in trained]
             optimizer.step()
             optimizer.zero_grad()
-        replays = nf4_patch.status().graphs.replays
-    return torch.cat(numbers), replays
+        status = nf4_patch.status()
+    return torch.cat(numbers), status
 
 
-models = [model_of() for _ in range(3)]  # transformers saves a model, for Unsloth, in one process of a group only
+# before the group exists, because transformers saves a model, for Unsloth, in one process of a group only
+models = [model_of() for _ in range(3 if UNSLOTH else 5)]
 dist.init_process_group("nccl" if torch.cuda.device_count() > 1 else "gloo")
 training(models[0])  # compiles
 want, _ = training(models[1])
-got, replays = training(models[2], graphs="auto")
+got, status = training(models[2], graphs="auto")
 assert want.abs().sum() > 1 and torch.equal(got, want)
-print(f"rank {rank}: equal, {replays} replays", flush=True)
+print(f"rank {rank}: equal, {status.graphs.replays} replays", flush=True)
+if not UNSLOTH:
+    want, _ = training(models[3], lora="fused")
+    got, status = training(models[4], "fast")
+    assert torch.equal(got, want) and status.graphs.replays and status.cache.weights and status.activations.kept, status
 dist.destroy_process_group()
