@@ -6,9 +6,11 @@ CPU tensors stand in for CUDA. gpu/test_offload_gpu.py has the cases for a GPU.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,6 +407,50 @@ def test_an_interrupt_while_loading(folder, gpu, patched, monkeypatch):
     gc.collect()
     assert not planning.plans and not gpu.pinned and dict(os.environ) == before
     assert all_in_host(model_of(folder))
+
+
+def test_an_interrupt_while_host_memory_is_pinned(folder, gpu, patched, monkeypatch):
+    """An interrupt during a long call of CUDA is raised when the call returns."""
+    register = gpu.register
+
+    def interrupted(*arguments: Any) -> str:
+        register(*arguments)
+        if len(gpu.pinned) == 2:
+            raise KeyboardInterrupt
+        return ""
+
+    nf4_patch.enable(offload="all")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gpu, "register", interrupted)
+        load_dense(folder)
+    gc.collect()
+    assert not gpu.pinned and not host_memory.blocks
+
+
+@pytest.mark.parametrize("interrupted", ["synchronize", "cudaHostUnregister"])
+def test_an_interrupt_while_host_memory_is_unpinned(monkeypatch, interrupted):
+    """The memory is unpinned at the next call."""
+    cuda, pinned, raised = host_memory.Cuda(), [], []
+    monkeypatch.setattr(cuda, "pending", type(cuda.pending)())
+
+    def act(name: str, argument: Any) -> int:
+        if name == "cudaHostUnregister" and argument in pinned:
+            pinned.remove(argument)
+        if name == interrupted and not raised:
+            raised.append(name)
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", functools.partial(act, "synchronize"))
+    cudart = SimpleNamespace(cudaHostUnregister=functools.partial(act, "cudaHostUnregister"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    first, second = (torch.zeros(2, dtype=torch.uint8) for _ in range(2))
+    pinned += [first.data_ptr(), second.data_ptr()]
+    with pytest.raises(KeyboardInterrupt):
+        cuda.unregister(first, torch.device("cuda", 0))
+    cuda.unregister(second, torch.device("cuda", 0))
+    assert not pinned and not cuda.pending
 
 
 def test_a_release_that_sets_weights_in_another_way(folder, gpu, patched, monkeypatch):
