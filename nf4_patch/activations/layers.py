@@ -166,13 +166,15 @@ class Activations:
 
     def configure(self, mode: str | int) -> None:
         if mode != self.mode:
+            self.mode = ""  # if an interrupt stops this call, the next call starts over
             spare.leave(self.user)
             self.forget()
             if any(self.in_graphs.values()):
                 self.give_back()  # graphs of another mode are never replayed
-            self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
+            self.budget = mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)
+            self.mode = mode
 
     def forget(self) -> None:
         """Discard the records of all layers. Activations that wait for their backward stay counted."""
