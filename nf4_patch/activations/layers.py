@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.spare import User, size_of, spare, tensors
 from ..nf4 import runtime
+from ..nf4.identity import OwnRef
 from ..patching import context
 from ..patching.checkpoint import Checkpoint, checkpoint_of
 from ..patching.counters import counters
@@ -154,7 +155,8 @@ class Activations:
 
     def __init__(self) -> None:
         self.records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-        self.owners = WeakIdKeyDictionary()  # the Record of the layer that a trained parameter belongs to, by parameter
+        # the Record of the layer that a trained parameter belongs to, by parameter
+        self.owners = WeakIdKeyDictionary(ref_type=OwnRef)
         self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
         self.in_graphs: Counter[int] = Counter()  # bytes of ``taken`` that CUDA graphs keep
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device

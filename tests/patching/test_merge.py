@@ -150,6 +150,20 @@ def test_a_trained_bias_stays_trained(on):
         assert equal(content(model), before)
 
 
+def test_weights_are_swapped_after_unmerging(on):
+    """PyTorch refuses to swap tensors with weak references."""
+    model, other = adapted(on), adapted(on)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    for base, theirs in zip(bases(model), bases(other), strict=True):  # the other model's weights are in ``holders``
+        torch.utils.swap_tensors(base.weight, theirs.weight)
+        torch.utils.swap_tensors(base.weight.quant_state.absmax, theirs.weight.quant_state.absmax)
+    before = content(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert equal(content(model), before)
+
+
 def test_disable_adapter_restores(on):
     model = adapted(on)
     x = torch.randn(4, 128, device=on, dtype=torch.bfloat16)

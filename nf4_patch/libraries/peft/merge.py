@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...nf4.identity import Identity
+from ...nf4.identity import Identity, OwnRef, nobody
 from ...nf4.weight import PackedWeight
 from ...patching.counters import counters
 from ...patching.quant_state import weight_of
@@ -28,7 +28,8 @@ from ...patching.switch import switch
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds an ``Unmerged``
 fallbacks = Fallbacks("peft.tuners.lora.bnb.Linear4bit.unmerge")
-holders = WeakIdKeyDictionary()  # the number of modules that hold each weight; each merge takes its weight's number out
+# the number of modules that hold each weight; each merge takes its weight's number out
+holders = WeakIdKeyDictionary(ref_type=OwnRef)
 
 
 class Parts(NamedTuple):
@@ -75,6 +76,8 @@ class Unmerged:
 
     def mark(self, weight: Any) -> None:
         self.identity, self.restores = Identity(weight_of(weight, weight.quant_state)), False
+        tensors = [reference() for reference in self.identity.tensors]
+        self.identity.tensors = tuple(nobody if tensor is None else OwnRef(tensor) for tensor in tensors)
 
     def holds(self, weight: Any) -> bool:
         """Return whether the weight is unchanged since the last call of ``mark``."""
