@@ -9,6 +9,8 @@ import copy
 import functools
 import gc
 import os
+import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from offloaded import (
     train,
     with_lora_on_all,
 )
+from threads import together
 from tiny_experts import CHECKPOINTING, ids_of, saved
 from unsloth_releases import RELEASES, with_unsloth
 
@@ -386,6 +389,26 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched, unread):
         model_of(folder)
     gc.collect()
     assert not gpu.pinned and not host_memory.blocks
+
+
+def test_two_models_are_loaded_in_two_threads(folder, gpu, patched, monkeypatch):
+    """transformers reads both in order, and the environment is as before."""
+    nf4_patch.enable(offload="all")
+    before, original, seen = dict(os.environ), library.set_param_for_module, []
+
+    def put(*arguments: Any) -> None:
+        begun.set()
+        seen.append(os.environ.get("HF_DEACTIVATE_ASYNC_LOAD"))
+        time.sleep(0.01)  # so that the other thread runs
+        original(*arguments)
+
+    def load() -> None:
+        models.append(load_dense(folder))
+
+    monkeypatch.setattr(library, "set_param_for_module", put)
+    begun, models = threading.Event(), list[Any]()
+    together(load, lambda: begun.wait() and load())
+    assert {*seen} == {"1"} and dict(os.environ) == before and all(map(all_in_host, models))
 
 
 def test_an_interrupt_while_loading(folder, gpu, patched, monkeypatch):
