@@ -443,8 +443,8 @@ def test_an_interrupt_while_host_memory_is_pinned(folder, gpu, patched, monkeypa
         return ""
 
     nf4_patch.enable(offload="all")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gpu, "register", interrupted)
+    monkeypatch.setattr(gpu, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         load_dense(folder)
     gc.collect()
     assert not gpu.pinned and not host_memory.blocks
