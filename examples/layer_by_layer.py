@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -49,6 +49,18 @@ class Refused(ValueError):
 
 
 # --- the checkpoint ---
+
+
+def open_file(file: str | Path) -> Any:
+    """Open a safetensors file.
+
+    Raises:
+        Refused: the file is missing or damaged.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{file} cannot be read: {error}") from error
 
 
 def empty_model(path: str, **options: Any) -> tuple[Any, list[str], Any]:
@@ -128,8 +140,8 @@ def keys_by_layer(model: Any, files: list[str], load_config: Any, layers: list[s
     names, prefix = model.state_dict(), model.base_model_prefix
     keys: dict[str, str] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            keys |= dict.fromkeys(opened.keys(), file)
+        with open_file(file) as weights:
+            keys |= dict.fromkeys(weights.keys(), file)
     found: dict[str, dict[str, str]] = {layer: {} for layer in ("", *layers)}
     for key in sorted(keys, key=core_model_loading.dot_natural_key):
         name, _ = core_model_loading.rename_source_key(key, renamings, converters, prefix, names)
@@ -215,7 +227,7 @@ def with_adapter(dense: Any, adapter: str) -> tuple[Any, dict[str, str], Any]:
         model = PeftModel(dense, config, low_cpu_mem_usage=True)
     except ValueError as error:
         raise Refused(f"{adapter} does not fit the model: {error}") from error
-    file = safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt")
+    file = open_file(folder / SAFETENSORS_WEIGHTS_NAME)
     stand_ins = {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()}  # noqa: SIM118
     keys, loaded, load = {id(tensor): key for key, tensor in stand_ins.items()}, {}, model.load_state_dict
 
@@ -350,8 +362,8 @@ def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> 
         return weights
 
     logging.disable_progress_bar()  # transformers would show one for each layer
+    folder.mkdir(parents=True)  # not inside ``try``, which would remove the folder of another merge
     try:
-        folder.mkdir(parents=True)
         tokenizer.save_pretrained(folder)
         shards = Shards(folder)
         shards.add(merged(rest_of, keys[""]))

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.spare import User, size_of, spare, tensors
 from ..nf4 import runtime
+from ..nf4.identity import OwnRef
 from ..patching import context
 from ..patching.checkpoint import Checkpoint, checkpoint_of
 from ..patching.counters import counters
@@ -154,7 +155,8 @@ class Activations:
 
     def __init__(self) -> None:
         self.records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-        self.owners = WeakIdKeyDictionary()  # the Record of the layer that a trained parameter belongs to, by parameter
+        # the Record of the layer that a trained parameter belongs to, by parameter
+        self.owners = WeakIdKeyDictionary(ref_type=OwnRef)
         self.taken: dict[int, int] = {}  # bytes that wait for their backward, by device
         self.in_graphs: Counter[int] = Counter()  # bytes of ``taken`` that CUDA graphs keep
         self.most: dict[int, int] = {}  # the most bytes that waited since the last ``allow``, by device
@@ -166,13 +168,15 @@ class Activations:
 
     def configure(self, mode: str | int) -> None:
         if mode != self.mode:
+            self.mode = ""  # if an interrupt stops this call, the next call starts over
             spare.leave(self.user)
             self.forget()
             if any(self.in_graphs.values()):
                 self.give_back()  # graphs of another mode are never replayed
-            self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
+            self.budget = mode if isinstance(mode, int) else 0
             if mode == "auto":
                 spare.join(self.user)
+            self.mode = mode
 
     def forget(self) -> None:
         """Discard the records of all layers. Activations that wait for their backward stay counted."""

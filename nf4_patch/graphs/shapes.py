@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..nf4.identity import OwnRef
 from ..patching.reasons import Reason
 from ..patching.targets import MODULES
 from .capture import GraphedLayer, trained_places
@@ -74,7 +75,7 @@ class Graphs:
         # The recorder of each device. The references are weak, because the graphs keep their recorder alive.
         self.recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
-        self.holders = WeakIdKeyDictionary()  # for each trained parameter: the layers that hold it
+        self.holders = WeakIdKeyDictionary(ref_type=OwnRef)  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
         self.had_budget = False  # whether ``cache="auto"`` had a budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture

@@ -134,8 +134,8 @@ class Spare:
     def started(self, optimizer: torch.optim.Optimizer) -> None:
         """Give memory back before an optimizer's first step, which allocates the optimizer's state."""
         if optimizer not in self.optimizers:
-            self.optimizers[optimizer] = self.trains = True
             self.give_back(Waits.OPTIMIZER)
+            self.optimizers[optimizer] = self.trains = True  # last, so that the next call repeats an interrupted one
 
     def after_step(self, *_: Any) -> None:
         self.stepped = True
@@ -174,11 +174,11 @@ class Spare:
                 self.settle()
         shapes = tuple(x.shape for x in found)
         if shapes != self.latest:
-            self.latest = shapes
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
             if sizes:
                 features, rows, lengths = zip(*sizes, strict=True)
                 self.before_batch(features[0], max(rows), max(lengths))
+            self.latest = shapes
         if self.waits and self.steps >= STEPS:
             self.take()
         if time.monotonic() >= self.next_look:
@@ -191,8 +191,8 @@ class Spare:
         Only batches with the same number of features are compared, because images and text differ in this number.
         """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
-            self.sizes.add((features, rows, length))
             self.give_back(Waits.BATCH, rows, length)
+            self.sizes.add((features, rows, length))  # last, so that the next call repeats an interrupted one
 
     def look(self) -> None:
         """Give memory back if free memory runs short, or if another process has started to use the GPU."""
@@ -209,17 +209,22 @@ class Spare:
 
     def give_back(self, why: Waits, *numbers: int) -> None:
         """Return all users' memory to the driver, and wait for two training steps."""
+        held = any(any((user.most or user.taken).values()) for user in self.users)
+        self.unsettled |= held  # until ``settle`` ends, so that the next step repeats an interrupted one
         self.steps, self.waits = 0, True
         self.why, self.numbers = why, numbers
-        held = any(any((user.most or user.taken).values()) for user in self.users)
         for user in self.users:
-            user.share = 0
             user.allow(0)
+            user.share = 0
         if held and not runtime.is_capturing():
             self.settle()
 
     def settle(self) -> None:
         """Return PyTorch's unused blocks to the driver. If activations still wait for their backward, repeat this one step later."""
+        for user in self.users:
+            if user.share:  # an interrupt stopped ``give_back``
+                user.allow(0)
+                user.share = 0
         self.unsettled = any(any(user.taken.values()) for user in self.users)
         runtime.empty_cache()
 

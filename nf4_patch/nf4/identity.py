@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdRef
 
 from .weight import PackedWeight
 
@@ -14,6 +15,15 @@ from .weight import PackedWeight
 def nobody() -> None:
     """Stand in for a weak reference to a freed object, and return None."""
     return None
+
+
+class OwnRef(WeakIdRef):
+    """A weak reference that stays right when ``torch.utils.swap_tensors`` swaps the tensor's content with another tensor's.
+
+    It stands for the Python object. ``swap_tensors`` does not see it (libraries/pytorch/swap.py).
+    """
+
+    __slots__ = ()
 
 
 class Identity:

@@ -32,7 +32,7 @@ ADVICE = 'free host memory, or keep more weights on the GPU with a larger offloa
 class Cuda:
     """Wraps all CUDA calls of the offload folder, so that tests can replace them."""
 
-    kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
+    kind, pending = "cuda", dict[int, tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
     current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
     handle = staticmethod(runtime.current_stream)
@@ -45,19 +45,29 @@ class Cuda:
             return "this GPU cannot read host memory at the host's address"
         with torch.cuda.device(device):  # PyTorch assigns the memory to the device that is current during this call.
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
+        return self.error(code, device)
+
+    def error(self, code: Any, device: torch.device) -> str:
+        """Return the error as text, or "" on success. Clear the error, which the next kernel would raise otherwise."""
         if not int(code):
             return ""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # This clears the CUDA error, which the next kernel would raise otherwise.
-        return str(cudart.cudaGetErrorString(code))
+            torch.ones(1, device=device)
+        return str(torch.cuda.cudart().cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Unpin memory. Unpinning would break a CUDA graph capture, so during a capture the memory waits for the next call."""
-        self.pending.append((host, device))
-        while self.pending and not torch.cuda.is_current_stream_capturing():
-            host, device = self.pending.pop()
-            torch.cuda.synchronize(device)  # a kernel may still be reading the memory
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        """Unpin memory, unless it is not pinned.
+
+        Unpinning would break a CUDA graph capture, so during a capture the memory waits for the next call. So does memory whose
+        unpinning was interrupted.
+        """
+        self.pending[host.data_ptr()] = host, device
+        if torch.cuda.is_current_stream_capturing():
+            return
+        for address, (_, place) in list(self.pending.items()):
+            torch.cuda.synchronize(place)  # a kernel may still be reading the memory
+            self.error(torch.cuda.cudart().cudaHostUnregister(address), place)
+            self.pending.pop(address, None)
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
         """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes.
@@ -134,7 +144,11 @@ def pinned(size: int, device: torch.device) -> Tensor:
         # ``mmap`` returns shared memory, so a forked process does not copy pinned pages. PyTorch's own pinned memory
         # would waste memory, because PyTorch rounds its size up to a power of two.
         host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        failure = cuda.register(host, device)
+        try:
+            failure = cuda.register(host, device)
+        except BaseException:  # an interrupt, after which the memory may be pinned
+            cuda.unregister(host, device)
+            raise
     except OSError as error:
         failure = str(error)
     if failure:

@@ -355,8 +355,8 @@ def follow(_config: Any) -> None:
     if auto and user not in spare.users:
         spare.join(user)
     elif not auto and user in spare.users:
-        spare.leave(user)
         allow(0)
+        spare.leave(user)  # last, so that the next call repeats an interrupted one
     if not gate.on:
         release()
 

@@ -62,6 +62,9 @@ class Reader:
         The caller must not write to the cached weight.
         """
 
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the weights decoded from the tensor, and every weak reference to it."""
+
 
 reader = Reader()
 

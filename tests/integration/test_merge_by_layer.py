@@ -258,6 +258,10 @@ REFUSED = {
     "no folder": (lambda f: shutil.rmtree(f / "adapter"), "is neither a folder nor an adapter on the Hub"),
     "no config": (lambda f: (f / "adapter/adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter/adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    "a damaged file": (lambda f: (f / "base/model.safetensors").write_bytes(b"x"), "base/model.safetensors cannot be read"),
+    "damaged weights": (
+        lambda f: (f / "adapter/adapter_model.safetensors").write_bytes(b"x"), "adapter/adapter_model.safetensors cannot be read"
+    ),
     "IA3": (lambda f: of_type(f, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])), "of the type .*IA3"),
     "pissa": (lambda f: edit_config(f, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
     "replication": (lambda f: edit_config(f, layer_replication=[[0, 2], [1, 3]]), "layer_replication="),
@@ -294,6 +298,21 @@ def test_refused_before_anything_is_written(name, trained, tmp_path, monkeypatch
     with pytest.raises(layer_by_layer.Refused, match=message):
         by_layer(str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "merged", **options())
     assert {file for folder in tmp_path.glob("merged*") for file in (folder, *folder.rglob("*"))} == before
+
+
+def test_a_merge_that_started_meanwhile_keeps_its_files(trained, tmp_path, monkeypatch):
+    other = tmp_path / "merged.incomplete" / "0.safetensors"
+    with_adapter = layer_by_layer.with_adapter
+
+    def meanwhile(*arguments):
+        other.parent.mkdir()
+        other.touch()
+        return with_adapter(*arguments)
+
+    monkeypatch.setattr(layer_by_layer, "with_adapter", meanwhile)
+    with pytest.raises(FileExistsError):
+        by_layer(str(trained / "base"), str(trained / "adapter"), tmp_path / "merged", **options())
+    assert other.exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

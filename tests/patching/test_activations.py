@@ -552,6 +552,20 @@ def test_few_rows_round_otherwise_only_for_our_own_options():
         assert status().kept == kept
 
 
+def test_a_trained_parameter_is_swapped():
+    """PyTorch refuses to swap tensors with weak references. Layers that share the parameter still recompute."""
+    model = measured(model_of(REENTRANT))
+    layers = layers_of(model)
+    adapter = layers[0].self_attn.q_proj.lora_A["default"]
+    adapter.weight.grad = None
+    torch.utils.swap_tensors(adapter.weight, torch.nn.Parameter(adapter.weight.detach().clone()))
+    layers[1].self_attn.q_proj.lora_A["default"] = adapter
+    for layer in layers[1:]:
+        activations.records[layer].kind = None  # so that it is examined again
+    loss_of(model, batch()).backward()
+    assert [activations.records[layer].shares for layer in layers] == [True, True, False, False]
+
+
 def test_a_layer_without_anything_to_train_is_not_counted():
     model = model_of()
     model.get_input_embeddings()._forward_hooks.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interrupts import interrupted_at_every_line
 from oracle import layout_of, quantized
 from target import linear
 from torch._subclasses import FakeTensorMode
@@ -117,6 +118,70 @@ def test_an_interrupt_while_memory_is_taken(gpu, monkeypatch):
             cache.auto.observe(BATCH)
     cache.auto.observe(inputs(2, 512, 64))
     assert cache.budget == 9 * GIB
+
+
+class Taker:
+    """A user of spare memory that takes its whole share."""
+
+    def __init__(self, rank, most, known):
+        self.taken, self.known = {}, known
+        self.user = auto.User(rank, self.allow, self.taken, wants=lambda rest: most)
+
+    def allow(self, budget):
+        more = budget - self.taken.get(0, 0)
+        self.taken[0] = budget
+        self.known.update(free=self.known["free"] - more, reserved=self.known["reserved"] + more)
+
+
+OTHER = optimizer()
+GIVES_BACK = {  # what makes all users give their memory back, and whether it comes again after an interrupt
+    "a larger batch": (lambda: auto.spare.observe(inputs(2, 1024, 64)), True),
+    "another optimizer": (lambda: OTHER.step(), True),
+    "a model is loaded": (lambda: auto.spare.give_back(auto.Waits.MODEL), False),
+}
+
+
+@pytest.mark.parametrize(("event", "comes_again"), GIVES_BACK.values(), ids=GIVES_BACK)
+def test_an_interrupt_while_memory_is_given_back(gpu, event, comes_again):
+    """The same event or the next step gives back the memory that the interrupt left. Later steps take it again."""
+    takers = [Taker(rank, GIB, gpu[0]) for rank in (-2, -1)]
+    spare, batch = auto.spare, inputs(2, 1024, 64) if comes_again else BATCH
+
+    def both():
+        return [taker.taken.get(0, 0) for taker in takers]
+
+    def start():
+        for taker in takers:
+            spare.leave(taker.user)
+            taker.allow(0)
+        nf4_patch.disable()
+        nf4_patch.enable(cache="auto")
+        for taker in takers:
+            spare.join(taker.user)
+        train(auto.STEPS + 1)
+        assert both() == [GIB, GIB]
+
+    places = []
+    try:
+        for line in interrupted_at_every_line(
+            event, auto.Spare.observed, auto.Spare.before_batch, auto.Spare.started, auto.Spare.give_back, auto.Spare.settle,
+            auto.Spare.take, before=start,
+        ):  # fmt: skip
+            places.append(line)
+            if comes_again:
+                event()
+            elif spare.waits:
+                spare.observe(batch)
+            else:
+                continue  # nothing was given back yet
+            assert both() == [0, 0] and cache.budget == 0, line
+            train(auto.STEPS, batch, [OTHER] * comes_again or [ADAM])
+            spare.observe(batch)
+            assert (both(), cache.budget) == ([GIB, GIB], 7 * GIB), line
+    finally:
+        for taker in takers:
+            spare.leave(taker.user)
+    assert len(places) > 10
 
 
 def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -14,7 +15,10 @@ from oracle import quantized
 from target import read_by_bitsandbytes, row
 
 import nf4_patch
+from nf4_patch.activations.layers import Activations, activations
 from nf4_patch.cache.store import Cache, cache
+from nf4_patch.memory.spare import spare
+from nf4_patch.offload import prefetch
 from nf4_patch.patching import hooks, placement
 from nf4_patch.patching.switch import switch
 
@@ -52,6 +56,20 @@ def test_the_cache_is_what_the_next_call_says(linear_op):
             assert (kept[0] == kept[1]) == (after in (2**20, 2**21)) or not cache.weights, line
             nf4_patch.enable(cache=before)
             assert cache.mode == before and (cache.auto is not None) == (before == "auto"), line
+
+
+@pytest.mark.parametrize(("before", "after"), [("off", "auto"), ("auto", "off"), ("auto", 2**20)])
+def test_spare_memory_is_shared_as_the_next_call_says(before, after):
+    for option, user, function in (
+        ("activations", activations.user, Activations.configure),
+        ("offload", prefetch.user, prefetch.follow),
+    ):
+        call, back = (functools.partial(nf4_patch.enable, **{option: value}) for value in (after, before))
+        for line in interrupted_at_every_line(call, function, before=back):
+            call()
+            assert (user in spare.users) == (after == "auto"), line
+        nf4_patch.disable()
+        assert user not in spare.users
 
 
 @pytest.mark.full

@@ -150,6 +150,20 @@ def test_a_trained_bias_stays_trained(on):
         assert equal(content(model), before)
 
 
+def test_weights_are_swapped_after_unmerging(on):
+    """PyTorch refuses to swap tensors with weak references."""
+    model, other = adapted(on), adapted(on)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    for base, theirs in zip(bases(model), bases(other), strict=True):
+        torch.utils.swap_tensors(base.weight, theirs.weight)
+        torch.utils.swap_tensors(base.weight.quant_state.absmax, theirs.weight.quant_state.absmax)
+    before = content(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert equal(content(model), before)
+
+
 def test_disable_adapter_restores(on):
     model = adapted(on)
     x = torch.randn(4, 128, device=on, dtype=torch.bfloat16)
@@ -277,6 +291,19 @@ def test_layers_that_share_a_weight(device, option):
     assert equal(got[0], want[0])
     if "merge" not in option:
         assert equal(got[1], want[1])
+
+
+def test_layers_that_share_a_weight_since_another_model_was_merged(on):
+    first, second = adapted(on), adapted(on)
+    first.merge_adapter()
+    model = second.unload()
+    model.fc1.weight = model.fc0.weight
+    config = peft.LoraConfig(r=8, target_modules=["fc0"], init_lora_weights=False)
+    second = peft.get_peft_model(model, config)
+    before = content(second)
+    other = model.fc1.weight.detach().clone()
+    second.merge_adapter()
+    assert torch.equal(model.fc1.weight.detach(), other) and not equal(content(second), before)
 
 
 def test_merge_and_unload(on):

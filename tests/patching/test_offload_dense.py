@@ -6,9 +6,13 @@ CPU tensors stand in for CUDA. gpu/test_offload_gpu.py has the cases for a GPU.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
+import threading
+import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +32,7 @@ from offloaded import (
     train,
     with_lora_on_all,
 )
+from threads import together
 from tiny_experts import CHECKPOINTING, ids_of, saved
 from unsloth_releases import RELEASES, with_unsloth
 
@@ -386,6 +391,26 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched, unread):
     assert not gpu.pinned and not host_memory.blocks
 
 
+def test_two_models_are_loaded_in_two_threads(folder, gpu, patched, monkeypatch):
+    """transformers reads both in order, and the environment is as before."""
+    nf4_patch.enable(offload="all")
+    before, original, seen = dict(os.environ), library.set_param_for_module, []
+
+    def put(*arguments: Any) -> None:
+        begun.set()
+        seen.append(os.environ.get("HF_DEACTIVATE_ASYNC_LOAD"))
+        time.sleep(0.01)  # so that the other thread runs
+        original(*arguments)
+
+    def load() -> None:
+        models.append(load_dense(folder))
+
+    monkeypatch.setattr(library, "set_param_for_module", put)
+    begun, models = threading.Event(), list[Any]()
+    together(load, lambda: begun.wait() and load())
+    assert {*seen} == {"1"} and dict(os.environ) == before and all(map(all_in_host, models))
+
+
 def test_an_interrupt_while_loading(folder, gpu, patched, monkeypatch):
     """The memory that the traceback keeps is freed with it, and the next model loads."""
     original, calls = library.set_param_for_module, []
@@ -405,6 +430,50 @@ def test_an_interrupt_while_loading(folder, gpu, patched, monkeypatch):
     gc.collect()
     assert not planning.plans and not gpu.pinned and dict(os.environ) == before
     assert all_in_host(model_of(folder))
+
+
+def test_an_interrupt_while_host_memory_is_pinned(folder, gpu, patched, monkeypatch):
+    """An interrupt during a long call of CUDA is raised when the call returns."""
+    register = gpu.register
+
+    def interrupted(*arguments: Any) -> str:
+        register(*arguments)
+        if len(gpu.pinned) == 2:
+            raise KeyboardInterrupt
+        return ""
+
+    nf4_patch.enable(offload="all")
+    monkeypatch.setattr(gpu, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_dense(folder)
+    gc.collect()
+    assert not gpu.pinned and not host_memory.blocks
+
+
+@pytest.mark.parametrize("interrupted", ["synchronize", "cudaHostUnregister"])
+def test_an_interrupt_while_host_memory_is_unpinned(monkeypatch, interrupted):
+    """The memory is unpinned at the next call."""
+    cuda, pinned, raised = host_memory.Cuda(), [], []
+    monkeypatch.setattr(cuda, "pending", type(cuda.pending)())
+
+    def act(name: str, argument: Any) -> int:
+        if name == "cudaHostUnregister" and argument in pinned:
+            pinned.remove(argument)
+        if name == interrupted and not raised:
+            raised.append(name)
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", functools.partial(act, "synchronize"))
+    cudart = SimpleNamespace(cudaHostUnregister=functools.partial(act, "cudaHostUnregister"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    first, second = (torch.zeros(2, dtype=torch.uint8) for _ in range(2))
+    pinned += [first.data_ptr(), second.data_ptr()]
+    with pytest.raises(KeyboardInterrupt):
+        cuda.unregister(first, torch.device("cuda", 0))
+    cuda.unregister(second, torch.device("cuda", 0))
+    assert not pinned and not cuda.pending
 
 
 def test_a_release_that_sets_weights_in_another_way(folder, gpu, patched, monkeypatch):

@@ -23,6 +23,7 @@ from torch.utils import swap_tensors as swap
 
 import nf4_patch
 from nf4_patch.cache.store import cache
+from nf4_patch.graphs.shapes import Graphs
 from nf4_patch.moe import launch
 from nf4_patch.nf4 import runtime
 from nf4_patch.options import OPTIONS
@@ -350,6 +351,14 @@ def test_a_swap_by_a_name_that_was_taken_before(swap, device):
     del reference
     nf4_patch.disable()
     assert (torch.utils.swap_tensors, weakref.getweakrefs) == stock
+
+
+def test_a_trained_parameter_of_a_graphed_layer_is_swapped():
+    graphs, layer = Graphs(), torch.nn.Linear(2, 2)
+    graphs.claim(layer)
+    nf4_patch.enable()
+    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(torch.ones(2, 2)))
+    assert [*graphs.holders[layer.weight]] == [layer]
 
 
 def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...nf4.identity import Identity
+from ...nf4.identity import Identity, OwnRef, nobody
 from ...nf4.weight import PackedWeight
 from ...patching.counters import counters
 from ...patching.quant_state import weight_of
@@ -28,7 +28,8 @@ from ...patching.switch import switch
 gate, offload_gate = switch.gates["merge"], switch.gates["offload"]
 NAME = "nf4_patch_unmerged"  # the attribute of peft's layer that holds an ``Unmerged``
 fallbacks = Fallbacks("peft.tuners.lora.bnb.Linear4bit.unmerge")
-holders = WeakIdKeyDictionary()  # the number of modules that hold each weight; each merge takes its weight's number out
+# for each of peft's layers, the number of modules that hold the layer's weight; each merge takes its layer's number out
+holders = WeakIdKeyDictionary()
 
 
 class Parts(NamedTuple):
@@ -75,6 +76,8 @@ class Unmerged:
 
     def mark(self, weight: Any) -> None:
         self.identity, self.restores = Identity(weight_of(weight, weight.quant_state)), False
+        tensors = [reference() for reference in self.identity.tensors]
+        self.identity.tensors = tuple(nobody if tensor is None else OwnRef(tensor) for tensor in tensors)
 
     def holds(self, weight: Any) -> bool:
         """Return whether the weight is unchanged since the last call of ``mark``."""
@@ -102,19 +105,22 @@ def packed_weight(weight: Any) -> PackedWeight | None:
     return found if is_packed and not any(each.is_inference() for each in found.tensors()) else None
 
 
-def is_shared(weight: Any) -> bool:
-    """Return whether a second module holds the weight, as with ``layer_replication``. The bytes of such a weight must not change."""
-    # One search through all modules serves every merge of a model. It finds only weights of layers with adapters.
-    if weight not in holders:
-        modules = [vars(each) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-        numbers = Counter(id(p) for module in modules for p in list(module.get("_parameters", {}).values()))
-        bases = [
-            vars(module["_modules"]["base_layer"]) for module in modules if "base_layer" in module.get("_modules", {})
-        ]
-        found = [p for base in bases for p in list(base.get("_parameters", {}).values()) if Parts.of(p) is not None]
+def is_shared(layer: Any) -> bool:
+    """Return whether a second module holds the weight of peft's layer, as with ``layer_replication``.
+
+    The bytes of such a weight must not change.
+    """
+    # One search through all modules serves every merge of a model.
+    if layer not in holders:
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        numbers = Counter(id(p) for module in modules for p in list(vars(module).get("_parameters", {}).values()))
         holders.clear()
-        holders.update({p: numbers[id(p)] for p in found})
-    return bool(holders.pop(weight, 1) > 1)
+        for each in modules:
+            base = vars(each).get("_modules", {}).get("base_layer")
+            weight = None if base is None else vars(base).get("_parameters", {}).get("weight")
+            if Parts.of(weight) is not None:
+                holders[each] = numbers[id(weight)]
+    return bool(holders.pop(layer, 1) > 1)
 
 
 def unmerged(layer: Any) -> Unmerged | None:
@@ -132,7 +138,7 @@ def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)
-    if parts is not None and is_shared(base.weight):
+    if parts is not None and is_shared(self):
         vars(self).pop(NAME, None)
         original(self, *args, **kwargs)
         return

@@ -17,11 +17,11 @@ CacheTarget = functools.partial(
 
 LIBRARY = Library(
     targets=(
-        CacheTarget(
+        Target(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED,
-            ANY, ".cache.replacements:getweakrefs",
-            "swaps of tensors of cached and offloaded weights, with enable(cache=...) or enable(offload=...) only",
-            or_option="offload",
+            ANY, ".libraries.pytorch.swap:getweakrefs",
+            "swaps of tensors to which nf4_patch has weak references", uncounted="swaps are not counted",
+            after=FUNCTIONS,  # when this module is imported, the import of torch is complete
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED,

@@ -11,12 +11,14 @@ import torch
 
 from ...offload import planning, prefetch
 from ...offload.option import OFFLOAD
+from ...patching.locks import new_lock
 from ...patching.placement import installed
 from ...patching.replacement import Function, around
 from . import TESTED_LOADING
 
 # Without this variable, transformers reads a packed checkpoint in threads, which would fill the GPU with packed weights.
 IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+lock = new_lock()  # held while a model is loaded, because the variable and the free host memory belong to the process
 
 
 @around
@@ -66,13 +68,14 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
         raise ValueError(
             "offload supports neither tensor nor expert parallelism, because it moves whole weights. Use one of the two"
         )
-    before = os.environ.get(IN_ORDER)
-    try:
-        planning.plan(model, weights)
-        os.environ[IN_ORDER] = "1"
-        yield
-    finally:
-        planning.plans.pop(model, None)
-        os.environ.pop(IN_ORDER, None)
-        if before is not None:
-            os.environ[IN_ORDER] = before
+    with lock:
+        before = os.environ.get(IN_ORDER)
+        try:
+            planning.plan(model, weights)
+            os.environ[IN_ORDER] = "1"
+            yield
+        finally:
+            planning.plans.pop(model, None)
+            os.environ.pop(IN_ORDER, None)
+            if before is not None:
+                os.environ[IN_ORDER] = before
