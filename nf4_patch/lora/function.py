@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..patching.context import PlainFunction, is_compiling, watched
 from .launch import correlate, expand, project
@@ -91,6 +90,22 @@ class WideFactors(Factors):
 Adapter = tuple[type[Factors], float, bool]  # Factors or WideFactors, the scale, and whether LoRA's input z is x
 
 
+class Once(PlainFunction):
+    """Returns the first ``count`` of ``tensors``. Its backward raises an error, because it would be a second derivative.
+
+    PyTorch's ``once_differentiable`` is not connected to the tensors of the forward, so ``torch.autograd.grad`` could leave
+    second derivatives out without an error.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
+        raise RuntimeError('lora="fused" has no second derivatives; train with lora="off"')
+
+
 class LoraProduct(PlainFunction):
     """Add the product scale * z @ A.T @ B.T of each adapter to y, [rows, out].
 
@@ -136,12 +151,23 @@ class LoraProduct(PlainFunction):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # read only once, because a checkpoint returns each saved tensor only once
+        with torch.no_grad():
+            found = LoraProduct.gradients(ctx, gradient, saved)
+        if torch.is_grad_enabled():  # under create_graph=True
+            places = [index for index, each in enumerate(found) if each is not None]
+            inputs = [gradient, *[each for each in saved if each is not None]]
+            once = Once.apply(len(places), *[found[index] for index in places], *inputs)
+            for index, each in zip(places, once, strict=True):
+                found[index] = each
+        return tuple(found)
+
+    @staticmethod
+    def gradients(ctx: Any, gradient: Tensor, saved: Any) -> list[Any]:
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
-            saved = ctx.saved_tensors  # read only once, because a checkpoint returns each saved tensor only once
             # Compiled autograd, modes and transforms (is_grads_batched) cannot see nf4_patch's kernels.
             plain = is_compiling() or watched(gradient) is not None
             x_gradient: Any = None
@@ -164,4 +190,4 @@ class LoraProduct(PlainFunction):
             # The base weight's part of the gradient is larger, so it is added last and rounded only once.
             if of_x:
                 x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
-            return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found
+            return [x_gradient, gradient.sum(0) if of_bias else None, None, None, *found]

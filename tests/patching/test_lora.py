@@ -259,6 +259,21 @@ def test_accumulation_and_two_backwards(device):
     assert all(torch.equal(2 * a, b) for a, b in zip(once[1:], twice, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "recomputed"])
+def test_second_derivatives_raise(device, reentrant):
+    """A step through the inner step of meta-learning must not leave the second derivatives out."""
+    model, x = adapted(device, layers=2), inputs(device)
+    model.base_model.model.reentrant = reentrant
+    a = layer_of(model).lora_A["default"].weight
+    nf4_patch.enable(lora="fused")
+    (first,) = torch.autograd.grad(model(x).float().square().mean(), a, create_graph=True)
+    for allow_unused in (False, True):
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            torch.autograd.grad((a - first).square().sum(), a, retain_graph=True, allow_unused=allow_unused)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        first.sum().backward()
+
+
 def test_gradients_of_some_inputs(device):
     """``torch.autograd.grad`` for x alone, then for A alone, on one retained graph."""
     model, x = adapted(device), inputs(device)
