@@ -1303,9 +1303,10 @@ def test_interrupts_leave_no_alias_in_the_model():
             if len(reached) == 2:
                 raise KeyboardInterrupt
 
-        with contextlib.suppress(KeyboardInterrupt), at_line(code, line, interrupt, reached):
-            with capture.swapped(places, [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]):
-                pass
+        aliases = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+        suppressed = contextlib.suppress(KeyboardInterrupt)
+        with suppressed, at_line(code, line, interrupt, reached), capture.swapped(places, aliases):
+            pass
         interrupted += len(reached) > 1
         assert all(held[key] is parameter for key, parameter in enumerate(parameters)), line
     assert interrupted >= 4
