@@ -126,8 +126,8 @@ class Cache(dequantizer.Reader):
                 self.settled_death = death
             for entry in self.dropped:
                 if entry.dense_memory.expired():
-                    self.taken[entry.device] -= entry.size
-                    entry.size = 0
+                    # In one line that calls nothing, so that no interrupt makes the next call subtract the size again.
+                    self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
             self.dropped = [entry for entry in self.dropped if entry.size]
 
     # --- the budget ---

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
+from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -142,8 +145,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
                 dictionary[name] = alias
         yield
     finally:
-        for dictionary, name, parameter in done:
-            dictionary[name] = parameter
+        deque(starmap(setitem, done), 0)  # no loop, because Ctrl-C in a loop would leave aliases in the model
 
 
 def trained_places(layer: nn.Module) -> list[Place]:

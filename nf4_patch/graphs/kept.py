@@ -45,12 +45,13 @@ class Generation:
 class Keeper:
     """The memory pool of one GPU for kept activations. Activations of different shapes share the pool."""
 
+    counted = 0  # bytes that ``activations`` counts for this memory
+
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.generation = Generation()
         # layers whose activations might wait for their backward, in call order; weak, because the calls keep the layers alive
         self.waiting: list[weakref.ref[KeptLayer]] = []
-        self.counted = 0  # bytes that ``activations`` counts for this memory
         self.add = activations.add  # ``__del__`` may run at exit, when this module's names are gone
 
     def top(self) -> KeptLayer | None:
@@ -100,7 +101,8 @@ class Keeper:
 
     def __del__(self) -> None:
         """Count no more bytes, because the layers that held graphs have changed or were freed."""
-        self.count(0)
+        if self.counted:  # an interrupted ``__init__`` has counted none, and may have set no other attribute
+            self.count(0)
 
     def close(self) -> None:
         self.generation.held.clear()

@@ -67,9 +67,17 @@ class User:
 
 
 class Ignored(threading.local):
-    """Tells whether ``Spare`` ignores the forward passes of this thread."""
+    """Tells whether ``Spare`` ignores the forward passes of this thread. ``by`` is a weak reference to a running ``Ignoring``."""
 
-    on = False
+    by: Callable[[], Any] = staticmethod(nobody)  # weak, so that an interrupt of the cleanup cannot leave ``on`` True
+
+    @property
+    def on(self) -> bool:
+        return self.by() is not None
+
+
+class Ignoring:
+    """Marks a running ``with`` block of ``Spare.ignoring``."""
 
 
 class Spare:
@@ -153,11 +161,12 @@ class Spare:
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
         """Ignore the forward passes of this thread inside the ``with`` block, so that they give no memory back."""
-        before, self.ignored.on = self.ignored.on, True
+        ignoring, before = Ignoring(), self.ignored.by
+        self.ignored.by = weakref.ref(ignoring)
         try:
             yield
         finally:
-            self.ignored.on = before
+            self.ignored.by = before
 
     def observed(self, x: Any) -> None:
         """Update the budget. The batch size is read from ``x``, which is or contains activations [..., length, features]."""

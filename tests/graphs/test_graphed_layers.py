@@ -33,6 +33,7 @@ import pytest
 import recorders
 import torch
 from alternation import crossed, thinned
+from interrupts import at_line, lines_of
 from torch import Tensor
 
 import nf4_patch
@@ -1287,6 +1288,28 @@ def test_interrupts_in_a_replay(where, monkeypatch):
     monkeypatch.setattr(graphs, "replays", 0)
     found = compared(lambda: model_of(lora_dropout=0.05), step_of, LAST)
     assert found["replays"] == LAYERS * (LAST - EAGER + (where == "backward"))
+
+
+def test_interrupts_leave_no_alias_in_the_model():
+    """Interrupt ``swapped`` in the loop over the parameters, when a line runs for the second time."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    held = dict(enumerate(parameters))
+    places = [(held, key, parameter) for key, parameter in enumerate(parameters)]
+    code, interrupted = capture.swapped.__wrapped__.__code__, 0
+    for line in lines_of(code):
+        reached: list[int] = []
+
+        def interrupt(reached=reached):
+            if len(reached) == 2:
+                raise KeyboardInterrupt
+
+        aliases = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+        suppressed = contextlib.suppress(KeyboardInterrupt)
+        with suppressed, at_line(code, line, interrupt, reached), capture.swapped(places, aliases):
+            pass
+        interrupted += len(reached) > 1
+        assert all(held[key] is parameter for key, parameter in enumerate(parameters)), line
+    assert interrupted >= 4
 
 
 def test_interrupt_after_an_argument_was_copied():

@@ -12,6 +12,7 @@ import recorders
 import test_graphed_layers as graphed
 import torch
 from alternation import crossed, thinned
+from interrupts import interrupted_at_every_line
 from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, optimizer_of, tokens  # noqa: F401
 
 import nf4_patch
@@ -300,6 +301,14 @@ def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
         del model
         gc.collect()
         assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
+
+
+def test_a_keeper_whose_making_is_interrupted_is_freed_without_an_error(monkeypatch):
+    errors = []
+    monkeypatch.setattr("sys.unraisablehook", errors.append)
+    recorder = SimpleNamespace(device=-1)
+    assert len([*interrupted_at_every_line(lambda: Keeper(recorder), Keeper.__init__)]) == 4
+    assert not errors
 
 
 def test_a_length_that_gets_no_graphs_keeps_its_activations_at_once(monkeypatch):

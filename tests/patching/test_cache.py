@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import changes
 import pytest
 import torch
-from interrupts import at_line, lines_of
+from interrupts import at_line, interrupted_at_every_line, lines_of
 from oracle import expected, layout_of, quantized
 from target import target_like
 from threads import together
@@ -139,6 +139,16 @@ def test_a_signal_handler_may_ask_for_the_status(cache):
         other.submit(cache.lock.acquire).result()
         assert cache.snapshot().weights == 0 and dense is not None
         other.submit(cache.lock.release).result()
+
+
+def test_an_interrupt_of_settle_subtracts_no_weight_twice(cache):
+    def freed():
+        read(cache, *weight())
+        assert cache.taken[INDEX] == SIZE
+
+    for line in interrupted_at_every_line(cache.settle, Cache.settle, before=freed):
+        cache.settle()
+        assert cache.taken[INDEX] == 0, line
 
 
 def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():

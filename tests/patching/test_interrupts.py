@@ -17,7 +17,7 @@ from target import read_by_bitsandbytes, row
 import nf4_patch
 from nf4_patch.activations.layers import Activations, activations
 from nf4_patch.cache.store import Cache, cache
-from nf4_patch.memory.spare import spare
+from nf4_patch.memory.spare import Spare, spare
 from nf4_patch.offload import prefetch
 from nf4_patch.patching import hooks, placement
 from nf4_patch.patching.switch import switch
@@ -37,6 +37,18 @@ def script(monkeypatch):
 
 def line_of_finally(function):
     return next(i for i, text in enumerate(inspect.getsourcelines(function)[0]) if "finally:" in text)
+
+
+def test_spare_memory_ignores_no_forward_after_an_interrupted_recording():
+    def record():
+        with spare.ignoring():
+            assert spare.ignored.on
+
+    places = []
+    for place in interrupted_at_every_line(record, Spare.ignoring.__wrapped__):
+        places.append(place)
+        assert not spare.ignored.on, place
+    assert len(places) > 3
 
 
 @pytest.mark.full
