@@ -150,7 +150,6 @@ class LoraProduct(PlainFunction):
                         # peft would save a copy of x in the dtype of A, so the caller may write into x before the backward.
                         z = copy = x.clone() if copy is None else copy
             saved += (z if of_a or of_b else None, inner if of_b else None, a, b)
-            saved += (z, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
         ctx.dense, ctx.adapters = dense, adapters
         return y  # type: ignore[no-any-return]
