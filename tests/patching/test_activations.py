@@ -375,6 +375,22 @@ def test_gradients_of_some_inputs():
     assert equal(*found)
 
 
+@BOTH
+def test_parameters_that_are_replaced_before_the_backward(kwargs):
+    """A kept layer computes the gradients of the forward that ran, as without checkpointing."""
+
+    def gradients(model):
+        given = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
+        torch.manual_seed(1)
+        loss = torch.func.functional_call(model, given, kwargs={"input_ids": batch(), "labels": batch()}).loss
+        return [loss.detach(), *torch.autograd.grad(loss, list(given.values()))]
+
+    plain = model_of(kwargs)
+    plain.gradient_checkpointing_disable()
+    want, model = gradients(plain), measured(model_of(kwargs))
+    assert equal(gradients(model), want) and status().kept == LAYERS
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kwargs", "between"),

@@ -274,6 +274,21 @@ def test_second_derivatives_raise(device, reentrant):
         first.sum().backward()
 
 
+@pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_second_derivatives_through_the_input_raise(device, factor, reentrant):
+    """With a linear loss, the gradient of A or B depends on x only as the input, and not through the layer's result."""
+    model, x = adapted(device, adapter=FP32 if factor == "lora_A" else BF16), inputs(device)
+    model.base_model.model.reentrant = reentrant
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(factor in name)
+    trained = getattr(layer_of(model), factor)["default"].weight
+    nf4_patch.enable(lora="fused")
+    (first,) = torch.autograd.grad(model(x).float().sum(), trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(first.sum() + x.sum(), x)
+
+
 def test_gradients_of_some_inputs(device):
     """``torch.autograd.grad`` for x alone, then for A alone, on one retained graph."""
     model, x = adapted(device), inputs(device)
