@@ -142,13 +142,16 @@ class LoraProduct(PlainFunction):
             inner = factors.inner(z)
             y = cast(factors.outer(inner, y), x.dtype if y is None else y.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
-            if of_a or of_b:
-                with torch.enable_grad():  # so that what is saved of z stays connected to z, for Once
-                    if not of_a:
-                        z = z[:0].clone()
-                    elif is_x and a.dtype is not x.dtype:
-                        # peft would save a copy of x in the dtype of A, so the caller may write into x before the backward.
-                        z = copy = x.clone() if copy is None else copy
+            # What is saved of z stays connected to z, for Once.
+            if of_a and is_x and a.dtype is not x.dtype:
+                # peft would save a copy of x in the dtype of A, so the caller may write into x before the backward.
+                if copy is None:
+                    with torch.enable_grad():
+                        copy = x.clone()
+                z = copy
+            elif of_b and not of_a:
+                with torch.enable_grad():
+                    z = z[:0].clone()
             saved += (z if of_a or of_b else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
         ctx.dense, ctx.adapters = dense, adapters
