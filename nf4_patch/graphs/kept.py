@@ -105,8 +105,10 @@ class Keeper:
             self.count(0)
 
     def close(self) -> None:
+        """Free the pool. Memory of calls that wait for their backward stays allocated, and is counted until ``__del__``."""
         self.generation.held.clear()
-        self.count(0)
+        if self.top() is None:
+            self.count(0)
         self.recorder.close()
 
 

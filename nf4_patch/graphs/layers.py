@@ -84,7 +84,7 @@ def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Ref
         return reason, why
     if keeps and has_room_to_keep(call, keeper):
         found = recorded(call, layer_call, keeps=True)
-        if isinstance(found, KeptLayer) or not call.may_recompute:
+        if isinstance(found, KeptLayer) or not call.may_recompute or graphs.leaving:
             return found, None
     if not call.may_recompute:
         return Refused(why or Reason.GRAPH_REUSED, ""), why
@@ -102,6 +102,8 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
         return known
     if is_slow(device):
         return Refused(Reason.GRAPH_SLOW_GPU, "")
+    if graphs.leaving:
+        return Refused(Reason.GRAPH_NEW_SHAPE, "")
     graphs.claim(layer)
     calls, keeper = graphs.count(key, layer), graphs.keepers.get(device)
     due = is_due(calls) or (calls >= RECORDED_AT and keeper is not None and keeper.continues(key))

@@ -11,13 +11,13 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..nf4.identity import OwnRef
+from ..patching.locks import Block
 from ..patching.reasons import Reason
 from ..patching.targets import MODULES
 from .capture import GraphedLayer, trained_places
@@ -47,18 +47,6 @@ def is_due(calls: int) -> bool:
     return rest == 0 and times.bit_count() == 1
 
 
-class Stepping(threading.local):
-    """Tells whether this thread runs a whole-model decode step. ``by`` is a weak reference to the running step."""
-
-    by: Callable[[], Any] = staticmethod(
-        lambda: None
-    )  # weak, so that an interrupt of the cleanup cannot leave ``on`` True
-
-    @property
-    def on(self) -> bool:
-        return self.by() is not None
-
-
 class Graphs:
     """All recordings of the process.
 
@@ -75,12 +63,14 @@ class Graphs:
         # The recorder of each device. The references are weak, because the graphs keep their recorder alive.
         self.recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
+        # keepers of dropped graphs whose activations still wait for their backward; nothing is recorded until they are freed
+        self.leaving: weakref.WeakSet[Keeper] = weakref.WeakSet()
         self.holders = WeakIdKeyDictionary(ref_type=OwnRef)  # for each trained parameter: the layers that hold it
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
         self.had_budget = False  # whether ``cache="auto"`` had a budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture
         self.replays = 0
-        self.stepping = Stepping()
+        self.stepping = Block()  # in which a thread runs a whole-model decode step
 
     # --- recordings ---
 
@@ -173,6 +163,8 @@ class Graphs:
             for keeper in keepers:
                 with keeper.recorder.lock:
                     keeper.close()
+                if keeper.top() is not None:
+                    self.leaving.add(keeper)
             for recorder in recorders:
                 with recorder.lock:
                     recorder.close()

@@ -38,7 +38,7 @@ from .recorder import Recorder, own_casts
 from .recording import FOR_GOOD, WARNED, why_no_capture, why_not_replayed
 from .refusal import Refusal, Refused
 from .replay import stream_of
-from .shapes import Stepping, decoder_layers, graphs
+from .shapes import decoder_layers, graphs
 from .sliding import LENGTH, length_of, rolling, window_is_full
 from .stopping import current
 from .warmup import RUNS, HostGenerators, LayerState
@@ -115,25 +115,10 @@ class StepWork(Work):
         the StaticCache.
         """
         task = self.task
-        with task.environment.entered(), lengths_restored(task.static_cache), inside():
+        with task.environment.entered(), lengths_restored(task.static_cache), graphs.stepping.entered():
             result = task.function(task.static_cache, self.x, self.buffers)
         self.others: Any = (type(result), [name for name, value in result.items() if value is task.static_cache])
         return result.logits  # type: ignore[no-any-return]
-
-
-class Running:
-    """Marks a running decode step. ``Stepping.by`` is a weak reference to this object."""
-
-
-@contextlib.contextmanager
-def inside() -> Iterator[None]:
-    """Let decoder layers run as part of the model inside the ``with`` block, not as separate graphs."""
-    running = Running()
-    try:
-        graphs.stepping.by = weakref.ref(running)
-        yield
-    finally:
-        graphs.stepping.by = Stepping.by
 
 
 @contextlib.contextmanager
@@ -342,7 +327,8 @@ class Step:
         static_cache, host, generator = cache_in(inputs), HostGenerators(), recorder.generator
         held, lengths = host_state(static_cache), [length_of(layer) for layer in static_cache.layers]
         with (
-            recorder.lock, recorder.recording(False), cache.pinned(recorder.stream_id), rolling(static_cache) as read, inside()
+            recorder.lock, recorder.recording(False), cache.pinned(recorder.stream_id), rolling(static_cache) as read,
+            graphs.stepping.entered(),
         ):  # fmt: skip
             with recorder.allocating(), own_casts(), recorder.synchronizations() as synchronized:
                 result = self.model(**inputs)

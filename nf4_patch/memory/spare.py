@@ -12,10 +12,8 @@ A training step is counted when the next forward pass begins, because it can hav
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..nf4 import runtime
 from ..nf4.identity import nobody
 from ..patching.context import backward_in_progress
-from ..patching.locks import new_lock
+from ..patching.locks import Block, new_lock
 from ..patching.replacement import Fallbacks
 from .waits import Waits
 
@@ -66,27 +64,13 @@ class User:
     share: int = 0  # the budget that the user got last
 
 
-class Ignored(threading.local):
-    """Tells whether ``Spare`` ignores the forward passes of this thread. ``by`` is a weak reference to a running ``Ignoring``."""
-
-    by: Callable[[], Any] = staticmethod(nobody)  # weak, so that an interrupt of the cleanup cannot leave ``on`` True
-
-    @property
-    def on(self) -> bool:
-        return self.by() is not None
-
-
-class Ignoring:
-    """Marks a running ``with`` block of ``Spare.ignoring``."""
-
-
 class Spare:
     """Shares the spare memory of the process among its users. Observes the training while there are users."""
 
     def __init__(self) -> None:
         self.users: list[User] = []
         self.lock = new_lock()
-        self.ignored = Ignored()
+        self.ignoring = Block()  # in which the forward passes of a thread give no memory back
         self.hooks: tuple[Any, ...] = ()
         # ``attempt`` calls a function and logs its errors, so that they do not interrupt the training
         self.attempt = Fallbacks("memory.spare").attempt
@@ -158,20 +142,10 @@ class Spare:
             self.attempt(self.observed, x)
             self.latest_input = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
-    @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Ignore the forward passes of this thread inside the ``with`` block, so that they give no memory back."""
-        ignoring, before = Ignoring(), self.ignored.by
-        self.ignored.by = weakref.ref(ignoring)
-        try:
-            yield
-        finally:
-            self.ignored.by = before
-
     def observed(self, x: Any) -> None:
         """Update the budget. The batch size is read from ``x``, which is or contains activations [..., length, features]."""
         found = [x for x in tensors(x) if x.is_cuda or runtime.runs_on(x)]
-        if not self.users or not found or self.ignored.on or runtime.is_capturing():
+        if not self.users or not found or self.ignoring.on or runtime.is_capturing():
             return
         if self.trains and not self.optimizers:  # the training is over, and another one may have begun
             self.forget()

@@ -1,4 +1,4 @@
-"""Locks that are free in a forked child process.
+"""Locks that are free in a forked child process, and a mark of the ``with`` block that a thread runs.
 
 The child has only the thread that forked. If another thread held a lock during the fork, no thread of the child could
 release it.
@@ -6,10 +6,14 @@ release it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from ..nf4.identity import nobody
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -22,6 +26,29 @@ def new_lock() -> Any:
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+class Running:
+    """Marks a ``with`` block of ``Block``. It is freed together with the block's frame."""
+
+
+class Block(threading.local):
+    """Tells whether this thread runs a certain ``with`` block. An interrupt of the block's cleanup does not leave ``on`` True."""
+
+    by: Callable[[], Any] = staticmethod(nobody)  # a weak reference to the running block
+
+    @property
+    def on(self) -> bool:
+        return self.by() is not None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        running, before = Running(), self.by
+        self.by = weakref.ref(running)
+        try:
+            yield
+        finally:
+            self.by = before
 
 
 def _free() -> None:

@@ -27,6 +27,7 @@ from benchmarks.models import LINEARS
 from nf4_patch.graphs import shapes, sliding, steps
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.locks import Block
 from nf4_patch.patching.reasons import Reason
 
 clean = graphed.clean
@@ -346,7 +347,7 @@ def test_interrupts():
         generated(model)  # later caches are as long as this one, and the length decides the last bits of the logits
         eager = generated(model, length=4)
     functions = [
-        steps.Step.__call__, steps.Step.replay, steps.Step.observe, steps.StepWork.forward, steps.inside.__wrapped__,
+        steps.Step.__call__, steps.Step.replay, steps.Step.observe, steps.StepWork.forward, Block.entered.__wrapped__,
         steps.lengths_restored.__wrapped__, steps.compiled_call,
     ]  # fmt: skip
     reached = 0

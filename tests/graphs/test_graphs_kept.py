@@ -303,6 +303,23 @@ def test_the_graphs_of_a_deleted_model_are_not_counted(monkeypatch):
         assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
 
 
+def test_activations_of_dropped_graphs_are_counted_until_their_backward(monkeypatch):
+    """Otherwise other layers would keep activations in the same memory. Nothing is recorded in it either."""
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        model = recorded_model(monkeypatch)
+        held, loss = dict(activations.in_graphs), loss_of(model, 0)
+        graphs.drop()
+        assert activations.in_graphs == held
+        loss_of(model, 1).backward()
+        assert activations.in_graphs == held and not graphs.kept and not graphs.recordings
+        loss.backward()
+        del loss
+        assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
+        for step in range(3):
+            plain(model, None, step)
+        assert sum(map(len, graphs.kept.values())) == LAYERS
+
+
 def test_a_keeper_whose_making_is_interrupted_is_freed_without_an_error(monkeypatch):
     errors = []
     monkeypatch.setattr("sys.unraisablehook", errors.append)

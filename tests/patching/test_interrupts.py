@@ -17,9 +17,10 @@ from target import read_by_bitsandbytes, row
 import nf4_patch
 from nf4_patch.activations.layers import Activations, activations
 from nf4_patch.cache.store import Cache, cache
-from nf4_patch.memory.spare import Spare, spare
+from nf4_patch.memory.spare import spare
 from nf4_patch.offload import prefetch
 from nf4_patch.patching import hooks, placement
+from nf4_patch.patching.locks import Block
 from nf4_patch.patching.switch import switch
 
 SIDE = 64
@@ -41,13 +42,13 @@ def line_of_finally(function):
 
 def test_spare_memory_ignores_no_forward_after_an_interrupted_recording():
     def record():
-        with spare.ignoring():
-            assert spare.ignored.on
+        with spare.ignoring.entered():
+            assert spare.ignoring.on
 
     places = []
-    for place in interrupted_at_every_line(record, Spare.ignoring.__wrapped__):
+    for place in interrupted_at_every_line(record, Block.entered.__wrapped__):
         places.append(place)
-        assert not spare.ignored.on, place
+        assert not spare.ignoring.on, place
     assert len(places) > 3
 
 

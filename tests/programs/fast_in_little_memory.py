@@ -15,8 +15,8 @@ from nf4_patch.memory import spare as memory
 
 MIB, LAYERS = 2**20, 12
 LENGTHS = [384, 1024, 384, 384, 1024, 1024, 384, 1024] * 3
-ROOM = 4000, 600, 250, 100  # MiB beside the needed memory and the margin
-memory.MARGIN, memory.MARGIN_PART = 64 * MIB, 0
+ROOM = 4000, 600, 250, 50  # MiB beside the needed memory and the margin
+memory.MARGIN, memory.MARGIN_PART = 256 * MIB, 0
 torch.use_deterministic_algorithms(True)
 model = peft_model(config_of(Shape(1024, 2816, LAYERS, 8, 4, vocab_size=4096)))
 batches = [

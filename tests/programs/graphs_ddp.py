@@ -75,5 +75,7 @@ print(f"rank {rank}: equal, {status.graphs.replays} replays", flush=True)
 if not UNSLOTH:
     want, _ = training(models[3], lora="fused")
     got, status = training(models[4], "fast")
-    assert torch.equal(got, want) and status.graphs.replays and status.cache.weights and status.activations.kept, status
+    assert torch.equal(got, want) and status.graphs.replays, status
+    # Spare memory is used only where no other process uses the GPU.
+    assert torch.cuda.device_count() == 1 or (status.cache.weights and status.activations.kept), status
 dist.destroy_process_group()
