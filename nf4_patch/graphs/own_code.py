@@ -191,7 +191,10 @@ class Code:
             # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
             if isinstance(value, ModuleType):
                 inner = vars(value)
-                if id(inner) not in searched and not is_of_torch(value.__name__):
+                # PyTorch's modules hold others, such as sympy, whose functions no layer runs.
+                if id(inner) not in searched and not any(
+                    map(is_of_torch, (value.__name__, holder.get("__name__", "")))
+                ):
                     searched.add(id(inner))
                     holders.append(inner)
                     for each in looked_up:

@@ -14,8 +14,10 @@ import torch
 from transformers import Qwen3MoeConfig
 
 import nf4_patch
+from nf4_patch.patching.counters import counters
 from benchmarks.kinds import unsloth_model
 from benchmarks.models import Shape, config_of
+from benchmarks.sides import LAYERS
 from benchmarks.training import optimizer_of, trained
 
 if "mixture" in sys.argv:
@@ -33,6 +35,7 @@ tokens = [torch.randint(3, 4000, (2, 256), generator=torch.Generator().manual_se
 def training(**options):
     optimizer, losses = optimizer_of(model, lr=1e-3), []  # sets the adapters to the same numbers
     loss = None
+    counters.reset()
     with nf4_patch.enabled(**options):
         before = nf4_patch.status().graphs.replays
         for batch in tokens:
@@ -45,7 +48,10 @@ def training(**options):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        replays = nf4_patch.status().graphs.replays - before
+        status = nf4_patch.status()
+        replays = status.graphs.replays - before
+        reasons = {reason for target in status.targets if target.name == LAYERS for reason in target.fallbacks}
+        assert reasons <= {"GRAPH_NEW_SHAPE"}, reasons  # no backward recomputed eagerly
     return losses, [parameter.detach().clone() for parameter in trained(model)], replays, kept
 
 

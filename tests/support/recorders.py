@@ -110,9 +110,6 @@ class Rerun(Recorder):
     def outside(self) -> Any:
         return contextlib.nullcontext()
 
-    def make_room(self) -> None:
-        """Do nothing, because memory never runs short."""
-
     def leaving_enough(self, part: int = 0, held: int = 0) -> Any:
         return contextlib.nullcontext()
 
