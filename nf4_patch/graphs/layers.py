@@ -102,7 +102,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
         return known
     if is_slow(device):
         return Refused(Reason.GRAPH_SLOW_GPU, "")
-    if graphs.leaving:
+    if graphs.leaving:  # a recording would find too little memory
         return Refused(Reason.GRAPH_NEW_SHAPE, "")
     graphs.claim(layer)
     calls, keeper = graphs.count(key, layer), graphs.keepers.get(device)

@@ -160,7 +160,7 @@ class Code:
         functions = self.reached(called)
         self.foreign = foreign(functions, attributes, {*map(id, configs)})
         self.codes = [function.__code__ for function in functions]
-        replaceable = [f for f in functions if not is_of_torch(f.__globals__.get("__name__", ""))]
+        replaceable = [f for f in functions if not is_fixed(f.__globals__.get("__name__", ""))]
         self.plain = [f for f in replaceable if not f.__closure__]
         # A closure may hold the layer, as the one that TRL puts in place of a model's forward. A strong reference to it would keep
         # the layer alive.
@@ -187,14 +187,13 @@ class Code:
                 self.bindings.append((holder, name, value))
             if id(value) in searched:
                 return
+            if isinstance(value, ModuleType) and is_fixed(holder.get("__name__", "")):
+                return  # what only PyTorch imports, such as sympy, is not run by layers
             searched.add(id(value))
             # A function may be called as an attribute of its Python module, for example bitsandbytes.matmul_4bit.
             if isinstance(value, ModuleType):
                 inner = vars(value)
-                # PyTorch's modules hold others, such as sympy, whose functions no layer runs.
-                if id(inner) not in searched and not any(
-                    map(is_of_torch, (value.__name__, holder.get("__name__", "")))
-                ):
+                if id(inner) not in searched and not is_fixed(value.__name__):
                     searched.add(id(inner))
                     holders.append(inner)
                     for each in looked_up:
@@ -221,10 +220,10 @@ class Code:
 IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # attributes of configs
 
 
-def is_of_torch(module: str) -> bool:
-    """Return whether a Python module belongs to PyTorch, nf4_patch or the standard library."""
+def is_fixed(module: str) -> bool:
+    """Return whether a Python module belongs to PyTorch, NumPy, nf4_patch or the standard library, which no script changes."""
     package = module.partition(".")[0]
-    return package in ("torch", OURS) or package in sys.stdlib_module_names
+    return package in ("torch", "numpy", OURS) or package in sys.stdlib_module_names
 
 
 def held_by(value: Any) -> Iterator[Any]:
