@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..nf4.identity import nobody
-
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -35,7 +33,7 @@ class Running:
 class Block(threading.local):
     """Tells whether this thread runs a certain ``with`` block. An interrupt of the block's cleanup does not leave ``on`` True."""
 
-    by: Callable[[], Any] = staticmethod(nobody)  # a weak reference to the running block
+    by: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to the running block
 
     @property
     def on(self) -> bool:
