@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fractions
 from collections.abc import Iterator
 
 import torch
 
 from benchmarks import gib, kernel_times, main
-from benchmarks.models import LLAMA_8B, MODELS, Shape, config_of
+from benchmarks.models import LLAMA_8B, MODELS, config_of
 from benchmarks.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
 from benchmarks.training import BUDGET, Size, Step, optimizer_of, peft_model
 from nf4_patch.tools.report import Progress
@@ -18,12 +17,7 @@ METHOD = (
     f" {DENSE}: nn.Linear on the dequantized weights."
 )
 LENGTHS = ((1, 512), (1, 2048))  # (batch, tokens)
-WHOLE = {
-    "Llama-3.2-1B": MODELS["llama-1b"],
-    "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
-    "Llama-3.1-8B": LLAMA_8B,
-}
-PARTS = ("1/4", "1/2", "3/4")  # cache sizes, as parts of all weights
+WHOLE = {"Llama-3.2-1B": MODELS["llama-1b"], "Llama-3.1-8B": LLAMA_8B}
 
 
 class DenseStep(Step):
@@ -84,9 +78,8 @@ def rows(tell: Progress) -> Iterator[Row]:
         model = peft_model(config_of(shape))
         full = Step(model, optimizer_of(model), LENGTHS[0], True, BUDGET)
         full.observe()
-        parts = {f"cache {part}": int(full.taken * fractions.Fraction(part)) for part in PARTS}
         for size in LENGTHS:
-            yield from compared(name, model, size, {"": "off", **parts, "cache all": BUDGET})
+            yield from compared(name, model, size, {"": "off", "cache 1/2": full.taken // 2, "cache all": BUDGET})
 
 
 if __name__ == "__main__":
