@@ -40,6 +40,9 @@ CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more ar
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
 
 
+Size = tuple[int, int, int]  # (features, rows, length) of a batch
+
+
 def everything(_rest: int) -> int:
     return sys.maxsize
 
@@ -78,7 +81,9 @@ class Spare:
 
     def forget(self) -> None:
         """Discard all observations of the training."""
-        self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
+        self.sizes: set[Size] = set()  # of the forward passes so far
+        self.measured: set[Size] = set()  # of these, the sizes whose memory is in ``needed``
+        self.stateless: set[Size] = set()  # of the forward passes before the latest optimizer had its state
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
         self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
         self.trains = False  # whether ``optimizers`` ever had an element
@@ -124,9 +129,18 @@ class Spare:
         self.attempt(self.started, optimizer)
 
     def started(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give memory back before an optimizer's first step, which allocates the optimizer's state."""
+        """Give memory back before an optimizer's first step, which allocates the optimizer's state.
+
+        Before each optimizer step, note how much memory PyTorch has reserved. Later, it may return memory to the driver: a
+        script may call ``empty_cache`` after each step, and so does the recording of CUDA graphs.
+        """
+        if self.waits and not (self.stepped or self.unsettled):
+            for device in runtime.devices_in_use():
+                self.needed[device] = max(self.needed.get(device, 0), MemoryInfo.of(device).reserved)
         if optimizer not in self.optimizers:
             self.give_back(Waits.OPTIMIZER)
+            self.stateless |= self.sizes
+            self.sizes, self.measured = set(), set()
             self.optimizers[optimizer] = self.trains = True  # last, so that the next call repeats an interrupted one
 
     def after_step(self, *_: Any) -> None:
@@ -154,9 +168,10 @@ class Spare:
             self.stepped = False
             self.steps += 1
             if self.waits and self.unsettled:
-                self.settle()
+                self.settle()  # returns the memory of earlier steps, so their sizes have to be measured again
+                self.steps, self.sizes, self.unsettled = 1, {*self.measured}, False
         shapes = tuple(x.shape for x in found)
-        if shapes != self.latest:
+        if shapes != self.latest or not self.sizes:
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
             if sizes:
                 features, rows, lengths = zip(*sizes, strict=True)
@@ -173,9 +188,12 @@ class Spare:
 
         Only batches with the same number of features are compared, because images and text differ in this number.
         """
-        if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
-            self.give_back(Waits.BATCH, rows, length)
-            self.sizes.add((features, rows, length))  # last, so that the next call repeats an interrupted one
+        size = features, rows, length
+        if not is_covered(size, self.sizes):
+            # A size in ``stateless`` needs no second step, because the optimizer has its state.
+            if self.unsettled or self.steps >= STEPS or not is_covered(size, self.stateless):
+                self.give_back(Waits.BATCH, rows, length)
+            self.sizes.add(size)  # last, so that the next call repeats an interrupted one
 
     def look(self) -> None:
         """Give memory back if free memory runs short, or if another process has started to use the GPU."""
@@ -224,6 +242,7 @@ class Spare:
                 return
             self.alone[device] = memory.others
             self.retries[device] = runtime.allocation_retries(device)
+        self.measured = {*self.sizes}
         rest = min((m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items()), default=0)
         if rest <= 0:
             self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
@@ -248,7 +267,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def size_of(x: torch.Tensor) -> tuple[int, int, int]:
+def is_covered(size: Size, sizes: set[Size]) -> bool:
+    return any(size[0] == known[0] and size[1] <= known[1] and size[2] <= known[2] for known in sizes)
+
+
+def size_of(x: torch.Tensor) -> Size:
     """Return (features, rows, length) of activations [..., length, features]."""
     *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
