@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more ar
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
 
 
-Size = tuple[int, int, int]  # (features, rows, length) of a batch
+Size = tuple[int, bool, int, int]  # of a batch: (features, whether autograd records it, rows, length)
 
 
 def everything(_rest: int) -> int:
@@ -84,7 +85,7 @@ class Spare:
         self.sizes: set[Size] = set()  # of the forward passes so far
         self.measured: set[Size] = set()  # of these, the sizes whose memory is in ``needed``
         self.stateless: set[Size] = set()  # of the forward passes before the latest optimizer had its state
-        self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
+        self.latest: tuple[Any, ...] = ()  # of the latest observed tensors: shape, and whether autograd records it
         self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
         self.trains = False  # whether ``optimizers`` ever had an element
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
@@ -170,12 +171,12 @@ class Spare:
             if self.waits and self.unsettled:
                 self.settle()  # returns the memory of earlier steps, so their sizes have to be measured again
                 self.steps, self.sizes, self.unsettled = 1, {*self.measured}, False
-        shapes = tuple(x.shape for x in found)
+        shapes = tuple((x.shape, is_recorded(x)) for x in found)
         if shapes != self.latest or not self.sizes:
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
             if sizes:
                 features, rows, lengths = zip(*sizes, strict=True)
-                self.before_batch(features[0], max(rows), max(lengths))
+                self.before_batch((features[0], any(map(is_recorded, found)), max(rows), max(lengths)))
             self.latest = shapes
         if self.waits and self.steps >= STEPS:
             self.take()
@@ -183,16 +184,16 @@ class Spare:
             self.next_look = time.monotonic() + SECONDS
             self.look()
 
-    def before_batch(self, features: int, rows: int, length: int) -> None:
+    def before_batch(self, size: Size) -> None:
         """Give memory back, unless an earlier batch was at least as large, both in rows and in sequence length.
 
-        Only batches with the same number of features are compared, because images and text differ in this number.
+        Only batches with the same number of features are compared, because images and text differ in this number. An
+        evaluation does not show how much memory a training step needs.
         """
-        size = features, rows, length
         if not is_covered(size, self.sizes):
             # A size in ``stateless`` needs no second step, because the optimizer has its state.
             if self.unsettled or self.steps >= STEPS or not is_covered(size, self.stateless):
-                self.give_back(Waits.BATCH, rows, length)
+                self.give_back(Waits.BATCH, *size[2:])
             self.sizes.add(size)  # last, so that the next call repeats an interrupted one
 
     def look(self) -> None:
@@ -267,11 +268,16 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
+def is_recorded(x: torch.Tensor) -> bool:
+    """Return whether x was computed with gradients. In evaluations too, peft lets the embedding's result require a gradient."""
+    return x.grad_fn is not None
+
+
 def is_covered(size: Size, sizes: set[Size]) -> bool:
-    return any(size[0] == known[0] and size[1] <= known[1] and size[2] <= known[2] for known in sizes)
+    return any(size[0] == known[0] and all(map(le, size[1:], known[1:])) for known in sizes)
 
 
-def size_of(x: torch.Tensor) -> Size:
+def size_of(x: torch.Tensor) -> tuple[int, int, int]:
     """Return (features, rows, length) of activations [..., length, features]."""
     *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
