@@ -107,8 +107,7 @@ class Keeper:
     def close(self) -> None:
         """Free the pool. Memory of calls that wait for their backward stays allocated, and is counted until ``__del__``."""
         self.generation.held.clear()
-        if self.top() is None:
-            self.count(0)
+        self.count(0 if self.top() is None else self.recorder.taken)  # includes a layer whose recording failed
         self.recorder.close()
 
 

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ SECONDS = 0.2  # seconds between two queries of the free memory; a query takes a
 MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # most bytes that this process's CUDA context takes; if more are in use, another process has them
 SLACK = 2**28  # if the memory outside PyTorch grows by more bytes than this, another process has started to use the GPU
+
+
+Size = tuple[int, bool, int, int]  # of a batch: (features, whether autograd records it, rows, length)
 
 
 def everything(_rest: int) -> int:
@@ -78,8 +82,10 @@ class Spare:
 
     def forget(self) -> None:
         """Discard all observations of the training."""
-        self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
-        self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
+        self.sizes: set[Size] = set()  # of the forward passes so far
+        self.measured: set[Size] = set()  # of these, the sizes whose memory is in ``needed``
+        self.stateless: set[Size] = set()  # of the forward passes before the latest optimizer had its state
+        self.latest: tuple[Any, ...] = ()  # of the latest observed tensors: shape, and whether autograd records it
         self.optimizers = WeakIdKeyDictionary()  # optimizers that made a step, by id, because some are not hashable
         self.trains = False  # whether ``optimizers`` ever had an element
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
@@ -124,9 +130,18 @@ class Spare:
         self.attempt(self.started, optimizer)
 
     def started(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give memory back before an optimizer's first step, which allocates the optimizer's state."""
+        """Give memory back before an optimizer's first step, which allocates the optimizer's state.
+
+        Before each optimizer step, note how much memory PyTorch has reserved. Later, it may return memory to the driver: a
+        script may call ``empty_cache`` after each step, and so does the recording of CUDA graphs.
+        """
+        if self.waits and not (self.stepped or self.unsettled):
+            for device in runtime.devices_in_use():
+                self.needed[device] = max(self.needed.get(device, 0), MemoryInfo.of(device).reserved)
         if optimizer not in self.optimizers:
             self.give_back(Waits.OPTIMIZER)
+            self.stateless |= self.sizes
+            self.sizes, self.measured = set(), set()
             self.optimizers[optimizer] = self.trains = True  # last, so that the next call repeats an interrupted one
 
     def after_step(self, *_: Any) -> None:
@@ -154,13 +169,14 @@ class Spare:
             self.stepped = False
             self.steps += 1
             if self.waits and self.unsettled:
-                self.settle()
-        shapes = tuple(x.shape for x in found)
-        if shapes != self.latest:
+                self.settle()  # returns the memory of earlier steps, so their sizes have to be measured again
+                self.steps, self.sizes, self.unsettled = 1, {*self.measured}, False
+        shapes = tuple((x.shape, is_recorded(x)) for x in found)
+        if shapes != self.latest or not self.sizes:
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
             if sizes:
                 features, rows, lengths = zip(*sizes, strict=True)
-                self.before_batch(features[0], max(rows), max(lengths))
+                self.before_batch((features[0], any(map(is_recorded, found)), max(rows), max(lengths)))
             self.latest = shapes
         if self.waits and self.steps >= STEPS:
             self.take()
@@ -168,14 +184,17 @@ class Spare:
             self.next_look = time.monotonic() + SECONDS
             self.look()
 
-    def before_batch(self, features: int, rows: int, length: int) -> None:
+    def before_batch(self, size: Size) -> None:
         """Give memory back, unless an earlier batch was at least as large, both in rows and in sequence length.
 
-        Only batches with the same number of features are compared, because images and text differ in this number.
+        Only batches with the same number of features are compared, because images and text differ in this number. An
+        evaluation does not show how much memory a training step needs.
         """
-        if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
-            self.give_back(Waits.BATCH, rows, length)
-            self.sizes.add((features, rows, length))  # last, so that the next call repeats an interrupted one
+        if not is_covered(size, self.sizes):
+            # A size in ``stateless`` needs no second step, because the optimizer has its state.
+            if self.unsettled or self.steps >= STEPS or not is_covered(size, self.stateless):
+                self.give_back(Waits.BATCH, *size[2:])
+            self.sizes.add(size)  # last, so that the next call repeats an interrupted one
 
     def look(self) -> None:
         """Give memory back if free memory runs short, or if another process has started to use the GPU."""
@@ -224,6 +243,7 @@ class Spare:
                 return
             self.alone[device] = memory.others
             self.retries[device] = runtime.allocation_retries(device)
+        self.measured = {*self.sizes}
         rest = min((m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items()), default=0)
         if rest <= 0:
             self.why, self.numbers, self.steps = Waits.MARGIN, (), 0
@@ -246,6 +266,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
+
+
+def is_recorded(x: torch.Tensor) -> bool:
+    """Return whether x was computed with gradients. In evaluations too, peft lets the embedding's result require a gradient."""
+    return x.grad_fn is not None
+
+
+def is_covered(size: Size, sizes: set[Size]) -> bool:
+    return any(size[0] == known[0] and all(map(le, size[1:], known[1:])) for known in sizes)
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int, int]:

@@ -320,6 +320,32 @@ def test_activations_of_dropped_graphs_are_counted_until_their_backward(monkeypa
         assert sum(map(len, graphs.kept.values())) == LAYERS
 
 
+class Short(Sized):
+    """A recorder whose second recording leaves too little memory."""
+
+    @contextlib.contextmanager
+    def leaving_enough(self, part=0, held=0):
+        yield
+        self.taken += 1000
+        if self.taken == 2000:
+            raise torch.OutOfMemoryError("too little memory")
+
+
+@pytest.mark.skipif(graphed.GPU, reason="simulates the memory")
+@pytest.mark.usefixtures("at_the_third_call")
+def test_the_memory_of_a_failed_recording_is_counted_while_the_pool_is_in_use(monkeypatch):
+    recorders.install(monkeypatch, Short)
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        model = model_of()
+        for step in range(2):
+            plain(model, None, step)
+        loss = loss_of(model, 2)
+        assert sum(activations.in_graphs.values()) == 2000 and not graphs.kept
+        loss.backward()
+        del loss
+        assert not any(activations.taken.values()) and not any(activations.in_graphs.values())
+
+
 def test_a_keeper_whose_making_is_interrupted_is_freed_without_an_error(monkeypatch):
     errors = []
     monkeypatch.setattr("sys.unraisablehook", errors.append)

@@ -702,6 +702,20 @@ def test_lengths_that_rise_late_never_take_more_than_the_limit(gpu):
     assert peak > needed + MIB
 
 
+def test_an_evaluation_of_longer_sequences_than_those_of_the_training_so_far(gpu):
+    """In evaluations too, peft lets the first layer's input require a gradient."""
+    nf4_patch.enable(activations="auto")
+    model = model_of()
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    train(model, 4, optimizer=optimizer)
+    with torch.no_grad():
+        loss_of(model.eval(), batch(128))
+    train(model.train(), 4, optimizer=optimizer)
+    assert status().kept == LAYERS
+    train(model, 1, (128, 2), optimizer=optimizer)
+    assert status().kept == 0 and status().waits == "BATCH"
+
+
 @pytest.mark.full
 def test_a_long_batch_after_a_hundred_short_ones(gpu):
     nf4_patch.enable(activations="auto")
@@ -834,7 +848,7 @@ def test_memory_that_others_hold_gives_way_too(gpu):
         assert asked[-1] == 0 and activations.budget > 0 and user.share == 0
         count = len(asked)
         loss_of(model, batch(128))
-        assert len(asked) == count + 1  # before a larger batch
+        assert len(asked) == count + 2  # before a larger batch: the first layer's input is a leaf, as in an evaluation
     finally:
         spare.leave(user)
 

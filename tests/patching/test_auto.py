@@ -338,6 +338,51 @@ def test_what_it_gave_back_is_free_again(gpu):
     assert budget_after(2, longer) == 8 * GIB
 
 
+def test_memory_that_a_training_returns_after_each_step_counts_as_needed(gpu):
+    """A script calls ``torch.cuda.empty_cache()`` after each step. The recording of CUDA graphs calls it too."""
+    known, _ = gpu
+    for _ in range(auto.STEPS):
+        cache.auto.observe(BATCH)
+        known.update(free=2 * GIB, reserved=12 * GIB)
+        ADAM.step()
+        known.update(free=10 * GIB, reserved=4 * GIB)
+    cache.auto.observe(BATCH)
+    assert cache.budget == GIB
+
+
+def test_a_batch_that_was_seen_only_without_the_optimizers_state_is_measured_again(gpu):
+    """The first batch of a training is often the largest one."""
+    longest, adam = inputs(2, 1024, 64), optimizer()
+    train(1, longest, [adam])
+    assert budget_after(1, BATCH, [adam]) == 9 * GIB
+    cache.auto.observe(longest)
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "BATCH"
+    train(auto.STEPS, longest, [adam])
+    cache.auto.observe(longest)
+    train(1, BATCH, [adam])
+    cache.auto.observe(longest)
+    assert cache.budget == 9 * GIB
+
+
+def test_a_batch_whose_memory_was_returned_to_the_driver_is_measured_again(gpu):
+    """Memory of a user was in use before the batch, and was freed in its backward. Then PyTorch's unused memory is returned."""
+    known, _ = gpu
+    taker = Taker(-1, GIB, known)
+    taker.user.allow = lambda budget: taker.allow(budget or taker.taken.get(0, 0))  # which cannot be freed now
+    auto.spare.join(taker.user)
+    try:
+        assert budget_after(2) == 8 * GIB
+        longer = inputs(2, 1024, 64)
+        train(1, longer)
+        known.update(free=13 * GIB, reserved=GIB)
+        taker.taken.clear()
+        assert budget_after(2) == 8 * GIB
+        cache.auto.observe(longer)
+        assert cache.budget == 0 and nf4_patch.status().cache.waits == "BATCH"
+    finally:
+        auto.spare.leave(taker.user)
+
+
 def test_the_memory_of_the_largest_batch_is_remembered(gpu):
     """After memory ran short, the next steps may have small batches."""
     known, _ = gpu

@@ -433,8 +433,8 @@ def test_a_model_moved_away_frees_its_copies(folder, patched, gpu):
 
 
 def test_the_size_of_a_batch_is_observed_without_another_option(folder, patched, gpu):
-    Training(model_of(folder)).steps(1)
-    assert {length for _, _, length in memory.spare.sizes} == {24} and memory.spare.users == [prefetch.user]
+    Training(model_of(folder)).steps(2)
+    assert {length for *_, length in memory.spare.sizes} == {24} and memory.spare.users == [prefetch.user]
 
 
 @pytest.mark.parametrize(
