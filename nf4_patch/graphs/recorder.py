@@ -231,9 +231,8 @@ class Recorder:
         self.begun = memory(self.device, "reserved_bytes")
         try:
             yield
-            self.taken = self.size
         finally:
-            self.begun = None
+            self.taken, self.begun = self.size, None  # also after a failure, because the pool keeps its memory
         self.check(part, held)
 
     @property

@@ -1882,6 +1882,23 @@ def test_memory_of_kept_layers_counts_once(monkeypatch):
     assert recorder.taken == 24 * GIB and recorder.rest == 10 * GIB
 
 
+def test_memory_of_a_recording_that_is_refused_is_counted(monkeypatch):
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.taken = 0, GIB
+    monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(32 * GIB, 8 * GIB, 0, GIB))
+    memory = {"reserved_bytes": 8 * GIB, "peak": 6 * GIB}
+    monkeypatch.setattr(recorder_module, "memory", lambda device, kind, value=None: memory[value or kind])
+
+    def refused():
+        with recorder.leaving_enough():
+            memory["reserved_bytes"] += 2 * GIB
+            raise recorder_module.Refusal(Reason.GRAPH_STATE, "")
+
+    with pytest.raises(recorder_module.Refusal):
+        refused()
+    assert recorder.taken == recorder.size == 3 * GIB
+
+
 @pytest.mark.parametrize(("replayed_on", "expected"), [(0, "default"), (7, "external 7")])
 def test_weights_that_fill_the_cache_are_decoded_on_the_stream_of_the_replays(replayed_on, expected, monkeypatch):
     recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
