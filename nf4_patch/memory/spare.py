@@ -169,8 +169,9 @@ class Spare:
             self.stepped = False
             self.steps += 1
             if self.waits and self.unsettled:
-                self.settle()  # returns the memory of earlier steps, so their sizes have to be measured again
-                self.steps, self.sizes, self.unsettled = 1, {*self.measured}, False
+                self.settle()
+                if not self.unsettled:  # memory of earlier steps was returned, so their sizes have to be measured again
+                    self.steps, self.sizes = 1, {*self.measured}
         shapes = tuple((x.shape, is_recorded(x)) for x in found)
         if shapes != self.latest or not self.sizes:
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]

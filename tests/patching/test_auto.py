@@ -383,6 +383,23 @@ def test_a_batch_whose_memory_was_returned_to_the_driver_is_measured_again(gpu):
         auto.spare.leave(taker.user)
 
 
+def test_memory_of_another_user_that_is_never_freed(gpu):
+    """For example, a forward with gradients whose result a script keeps. A budget is found nevertheless."""
+    known, _ = gpu
+    taker = Taker(-1, GIB, known)
+    taker.user.allow = lambda budget: taker.allow(GIB)
+    auto.spare.join(taker.user)
+    try:
+        assert budget_after(3) == 7 * GIB
+        for _ in range(4):
+            cache.auto.observe(inputs(2, 1024, 64))
+            train(1)
+        cache.auto.observe(inputs(2, 1024, 64))
+        assert cache.budget == 7 * GIB
+    finally:
+        auto.spare.leave(taker.user)
+
+
 def test_the_memory_of_the_largest_batch_is_remembered(gpu):
     """After memory ran short, the next steps may have small batches."""
     known, _ = gpu
