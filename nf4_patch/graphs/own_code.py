@@ -126,7 +126,7 @@ class Code:
 
     Names are looked up in the classes of the layer's modules, in the Python modules of these classes, and in
     ``torch.nn.functional``. Python modules of the attention and experts functions that a config names are searched, too. So
-    is each Python module outside PyTorch that is found under a name, such as ``bitsandbytes``.
+    is each module that another library's module holds under one of the names, such as ``bitsandbytes``.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
@@ -221,7 +221,7 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 
 
 def is_fixed(module: str) -> bool:
-    """Return whether a Python module belongs to PyTorch, NumPy, nf4_patch or the standard library, which no script changes."""
+    """Return whether a Python module belongs to PyTorch, NumPy, nf4_patch or the standard library. No script changes these."""
     package = module.partition(".")[0]
     return package in ("torch", "numpy", OURS) or package in sys.stdlib_module_names
 

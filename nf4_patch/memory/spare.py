@@ -270,7 +270,8 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Return whether x was computed with gradients. In evaluations too, peft lets the embedding's result require a gradient."""
+    """Return whether x was computed with gradients."""
+    # ``requires_grad`` does not tell, because peft sets it on the embedding's result in evaluations too.
     return x.grad_fn is not None
 
 
