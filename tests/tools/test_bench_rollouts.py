@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,3 +109,14 @@ def test_the_sides_of_grpo_have_known_variables_and_arguments():
     assert Path(rollouts.GRPO).exists() and all(
         f"--{word}" in said for word in ("steps", "prompts", "generations", "tokens")
     )
+
+
+@pytest.mark.parametrize(("last", "failed"), [(3.5, 0), (5.0, 1)])
+def test_grpo_shows_whether_the_host_changed_its_speed(last, failed, monkeypatch):
+    times = iter([4.0, 3.0, 2.0, 1.0, last])
+    monkeypatch.setattr(rollouts, "steps_of", lambda side, folder, seconds: {"step_s": next(times)})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "offline", SimpleNamespace(checkpoint=lambda *words: None))
+    rows, failures = rollouts.grpo()
+    assert [row["step_s"] for row in rows] == [min(4.0, last), 3.0, 2.0, 1.0] and len(failures) == failed
