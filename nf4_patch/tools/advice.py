@@ -13,6 +13,7 @@ class Advice(NamedTuple):
 
 
 SETTINGS = "use_liger_kernel=True, pad_to_multiple_of=64"  # no gradient_checkpointing, because TRL sets it
+UNSLOTH = "padding_free=False, pad_to_multiple_of=64"
 FAST, EXPERTS = 'enable("fast")', 'enable("fast", experts="4bit"'
 FULL = f'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, optim="adamw_8bit", {SETTINGS}'
 DENSE = Advice("dense", "dense, TRL or peft", "A100, RTX 30 or newer", FAST, SETTINGS)
@@ -27,7 +28,7 @@ MIXTURES = [
 ]  # fmt: skip
 TABLE = [
     DENSE,
-    Advice("unsloth", "dense, Unsloth 2026.10 or newer", "A100, RTX 30 or newer", FAST, "padding_free=False, pad_to_multiple_of=64"),
+    Advice("unsloth", "dense, Unsloth 2026.10 or newer", "A100, RTX 30 or newer", FAST, UNSLOTH),
     *MIXTURES,
     OLD,
     Advice("generation", "`generate()` with LoRA", "A100, RTX 30 or newer", FAST, 'cache_implementation="static"'),

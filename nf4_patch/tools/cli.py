@@ -119,7 +119,7 @@ def wrapped(text: str) -> str:
 @click.option("--offload", metavar="MODEL", help="Also say what offload= a model needs, by its name or folder.")
 @click.option(
     "--measure", metavar="[MODEL]", is_flag=False, flag_value="", help="Instead, time training steps on this GPU with "
-    "and without the patch, in two minutes. MODEL is a name or folder, whose shapes are used; without it, Llama-3.1-8B.",
+    "and without the patch, in two minutes. MODEL is the name or folder of a dense model, by default Llama-3.1-8B.",
 )  # fmt: skip
 @click.option("--layers", type=click.IntRange(1), default=4, show_default=True, help="Layers to measure, if they fit.")
 @click.pass_obj

@@ -192,6 +192,8 @@ def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, st
     lines = {"to train faster": f"nf4_patch.{advice.DENSE.line}", "or with the same bits": "nf4_patch.enable()"}
     if has("transformers", ">= 4.53") and any(gpu.capability >= WAIT_FOR_PYTHON for gpu in gpus):
         lines["also in SFTConfig"] = advice.SETTINGS
+        if has("unsloth", ">= 2026.10"):
+            lines["or with Unsloth"] = advice.UNSLOTH
     if not (has("transformers", ">= 5.17") and has("peft", ">= 0.17")):
         return lines | {"mixtures of experts": "upgrade to transformers 5.17, peft 0.17 or newer"}
     fits = advice.mixture(min((gpu.gibibytes * 1.073741824 for gpu in gpus), default=math.inf))

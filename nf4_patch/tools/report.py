@@ -62,9 +62,9 @@ def why_no_gpu() -> str:
         return Reason.ROCM.sentence
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA (for an NVIDIA GPU, install a build with CUDA from pytorch.org)"
-    return (
-        "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver finds one)"
-    )
+    if torch.cuda.is_available():
+        return ""
+    return f"torch finds no NVIDIA GPU (if nvidia-smi lists one, its driver might be too old for CUDA {torch.version.cuda})"
 
 
 def require_gpu() -> None:

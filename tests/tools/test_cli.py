@@ -75,6 +75,13 @@ def test_without_a_gpu_there_are_no_numbers():
 # doctor
 
 
+def test_a_driver_that_is_too_old_for_torch_is_a_possible_cause(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "might be too old for CUDA 13.0" in report.why_no_gpu()
+
+
 @WITHOUT_GPU
 def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
     report = report_of(tmp_path, "doctor", "-v", exit_code=1)
@@ -168,27 +175,29 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
 
 
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
-IN_TRL = advice.SETTINGS
+IN_TRL, IN_UNSLOTH = advice.SETTINGS, "padding_free=False, pad_to_multiple_of=64"
 PACKED, UPGRADE = 'nf4_patch.enable("fast", experts="4bit")', "upgrade to transformers 5.17, peft 0.17 or newer"
 
 
 @pytest.mark.parametrize(
-    ("changes", "capabilities", "settings", "experts"),
+    ("changes", "capabilities", "settings", "unsloth", "experts"),
     [
-        ({}, [(9, 0)], IN_TRL, PACKED),
-        ({}, [(7, 5), (8, 0)], IN_TRL, PACKED),
-        ({}, [(7, 5)], None, PACKED),  # a T4 does not wait for Python
-        ({}, [], None, PACKED),
-        ({"transformers": "5.5.0"}, [(9, 0)], IN_TRL, UPGRADE),
-        ({"transformers": "4.51.3"}, [(9, 0)], None, UPGRADE),
-        ({"peft": "0.15.2"}, [(9, 0)], IN_TRL, UPGRADE),
+        ({}, [(9, 0)], IN_TRL, IN_UNSLOTH, PACKED),
+        ({}, [(7, 5), (8, 0)], IN_TRL, IN_UNSLOTH, PACKED),
+        ({}, [(7, 5)], None, None, PACKED),  # a T4 does not wait for Python
+        ({}, [], None, None, PACKED),
+        ({"unsloth": "2026.9.14"}, [(9, 0)], IN_TRL, None, PACKED),
+        ({"transformers": "5.5.0"}, [(9, 0)], IN_TRL, IN_UNSLOTH, UPGRADE),
+        ({"transformers": "4.51.3"}, [(9, 0)], None, None, UPGRADE),
+        ({"peft": "0.15.2"}, [(9, 0)], IN_TRL, IN_UNSLOTH, UPGRADE),
     ],
 )
-def test_doctor_says_the_line_to_type(changes, capabilities, settings, experts):
+def test_doctor_says_the_line_to_type(changes, capabilities, settings, unsloth, experts):
     lines = doctor.lines_to_type(LINES | changes, [gpu(capability) for capability in capabilities])
     assert lines["to train faster"] == 'nf4_patch.enable("fast")'
     assert lines["or with the same bits"] == "nf4_patch.enable()"
     assert lines.get("also in SFTConfig") == settings and lines["mixtures of experts"] == experts
+    assert lines.get("or with Unsloth") == unsloth
     report = dataclasses.replace(WORKS, lines=lines)
     assert '  to train faster:         nf4_patch.enable("fast")' in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())

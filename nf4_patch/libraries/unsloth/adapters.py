@@ -37,12 +37,12 @@ OWN_KERNEL_RELEASES = ">= 2026.10"
 # These times are from an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
-    "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel and read nothing from the weight "
+    "Unsloth 2026.10 and newer trains compiled layers, which keep Unsloth's own NF4 kernel and read nothing from the weight "
     'cache. On a fast GPU, enable(graphs="auto") makes their training faster.'
 )
 BLOCK_COMPILE = "UNSLOTH_BLOCK_COMPILE"
 OFFLOAD_ADVICE = (
-    "nf4_patch: offload= prefetches for eager layers only. Unsloth from 2026.10 on compiles its layers, which read offloaded "
+    "nf4_patch: offload= prefetches for eager layers only. Unsloth 2026.10 and newer compiles its layers, which read offloaded "
     f"weights over the bus. To prefetch, set {BLOCK_COMPILE}=0"
 )
 
