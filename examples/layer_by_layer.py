@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
 
 PREFIX = "base_model.model."  # of the names in peft's model
@@ -46,6 +47,24 @@ KEEPS_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 class Refused(ValueError):
     """This adapter, checkpoint or folder cannot be merged layer by layer. Nothing was written."""
+
+
+@contextmanager
+def reading(folder: str | Path, *files: str, library: str) -> Iterator[None]:
+    """Read a folder or a name on the Hub.
+
+    Raises:
+        Refused: the folder lacks one of ``files``, or what it holds is incomplete, damaged or not supported.
+    """
+    advice = f"Pass the folder that save_pretrained of {library} wrote"
+    for file in files:
+        if Path(folder).is_dir() and not (Path(folder) / file).is_file():
+            raise Refused(f"{folder} has no {file}. {advice}")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = str(error).rstrip(".")
+        raise Refused(f"{folder} cannot be read: {why}. {advice}, or its name on the Hub") from error
 
 
 # --- the checkpoint ---
@@ -78,8 +97,11 @@ def empty_model(path: str, **options: Any) -> tuple[Any, list[str], Any]:
             (HfQuantizer, "postprocess_model", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(reading(path, "config.json", library="transformers"))
         model = AutoModelForCausalLM.from_pretrained(path, **options)
     files, load_config = found
+    if not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
+        raise Refused(f"{path} is not in 16 bits or in 4 bits of bitsandbytes. Pass the model that you trained on")
     if not all(file.endswith(".safetensors") for file in files):
         raise Refused(f"{path} has no safetensors files. Load it with transformers and save it with save_pretrained")
     return model, files, load_config
@@ -197,10 +219,8 @@ def config_of(adapter: str) -> tuple[Path, PeftConfig]:
             folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*"]))
         except (OSError, ValueError) as error:
             raise Refused(f"{adapter} is neither a folder nor an adapter on the Hub: {error}") from error
-    for file in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-        if not (folder / file).is_file():
-            raise Refused(f"{adapter} has no {file}. Pass the folder that peft's save_pretrained wrote")
-    config = PeftConfig.from_pretrained(folder)
+    with reading(folder, "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, library="peft"):
+        config = PeftConfig.from_pretrained(folder)
     if type(config) is not LoraConfig:
         raise Refused(f"{adapter} is an adapter of the type {config.peft_type}, but only LORA is supported")
     for field in dataclasses.fields(config):
@@ -312,13 +332,15 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
     return modeling_utils.revert_weight_conversion(model, state_dict)
 
 
-def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> int:
+def merge(path: str, adapter: str, out: str, tokenizer_of: Callable[[str], Any], **options: Any) -> int:
     """Merge an adapter into a checkpoint, and save the sum in ``out``. Return the number of weights.
 
     Until all files are complete, they are in the folder ``out.incomplete``, which is removed after an error.
 
     Args:
-        options: as for ``from_pretrained``: dtype, quantization_config, and a device_map with a single device.
+        tokenizer_of: returns the tokenizer of a checkpoint, or raises ValueError.
+        options: as for ``from_pretrained``: dtype, quantization_config, and a device_map with a single device. A checkpoint
+            that is packed has its own quantization_config.
 
     Raises:
         Refused: this cannot be merged layer by layer, and nothing was written.
@@ -329,6 +351,10 @@ def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> 
     if folder.exists():
         raise Refused(f"{folder} exists. If no other merge is running, a merge was killed: delete this folder")
     empty, files, load_config = empty_model(path, **options)
+    try:
+        tokenizer = tokenizer_of(path)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     dense = dequantized(empty_model(path, **options)[0])
     size, parameters = sum(tensor.nbytes for tensor in dense.state_dict().values()), dense.num_parameters()
     existing = next(parent for parent in final.parents if parent.exists())
@@ -362,7 +388,10 @@ def merge(path: str, adapter: str, out: str, tokenizer: Any, **options: Any) -> 
         return weights
 
     logging.disable_progress_bar()  # transformers would show one for each layer
-    folder.mkdir(parents=True)  # not inside ``try``, which would remove the folder of another merge
+    try:
+        folder.mkdir(parents=True)  # not inside the next ``try``, which would remove the folder of another merge
+    except OSError as error:
+        raise Refused(f"{folder} cannot be made: {error.strerror}. Choose another folder") from error
     try:
         tokenizer.save_pretrained(folder)
         shards = Shards(folder)

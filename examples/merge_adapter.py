@@ -16,7 +16,7 @@ from layer_by_layer import Refused, merge
 from offline import RANDOM, SIZES, checkpoint, compute_dtype, tokenizer_of
 from peft import LoraConfig, get_peft_model
 from record import Record
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
@@ -46,15 +46,12 @@ nf4_patch.enable(experts="4bit")
 record, path, dtype = Record(), checkpoint(args.model, args.size), compute_dtype()
 in_4_bits = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-)  # as in training
-packed = hasattr(AutoConfig.from_pretrained(path), "quantization_config")
-options = {} if packed else {"quantization_config": in_4_bits}
+)  # as in training; a packed checkpoint has its own
 with tempfile.TemporaryDirectory() as folder:
     adapter = args.adapter or random_adapter(path, folder)
     try:
-        weights = merge(
-            path, adapter, args.out, tokenizer_of(path), dtype=dtype, device_map={"": args.device}, **options
-        )
+        options = {"dtype": dtype, "quantization_config": in_4_bits, "device_map": {"": args.device}}
+        weights = merge(path, adapter, args.out, tokenizer_of, **options)
     except Refused as error:
         parser.error(str(error))
 print(f"{args.out}: {weights:,} weights in {dtype}")

@@ -82,15 +82,19 @@ def tokenizer_of(path: str, **options: str):
     """Return the tokenizer of a checkpoint.
 
     Raises:
-        ValueError: the checkpoint has no tokenizer, so transformers made one without tokens.
+        ValueError: the checkpoint has no tokenizer. For some models, transformers makes one without tokens instead.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if not tokenizer("a", add_special_tokens=False).input_ids:
-        raise ValueError(
-            f"{path} has no tokenizer. Save that of the original model there: "
-            f'AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained("{path}")'
-        )
-    return tokenizer
+    cause = None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        if tokenizer("a", add_special_tokens=False).input_ids:
+            return tokenizer
+    except ValueError as error:
+        cause = error
+    raise ValueError(
+        f"{path} has no tokenizer. Save that of the original model there: "
+        f'AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained("{path}")'
+    ) from cause
 
 
 def compute_dtype() -> torch.dtype:

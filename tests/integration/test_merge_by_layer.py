@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,8 +85,15 @@ def in_memory(base: str, adapter: str, folder: Path, **options) -> Path:
 
 def by_layer(base: str, adapter: str, folder: Path, **options) -> Path:
     options = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}, **options}
-    layer_by_layer.merge(base, adapter, str(folder), offline.byte_tokenizer(), **options)
+    layer_by_layer.merge(base, adapter, str(folder), lambda _: offline.byte_tokenizer(), **options)
     return folder
+
+
+def merge_adapter(*arguments, monkeypatch) -> None:
+    """Run examples/merge_adapter.py in this process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / "merge_adapter.py"))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -175,6 +184,18 @@ def test_a_4_bit_checkpoint_with_experts_in_16_bits(tmp_path):
     are_the_same(str(tmp_path / "stock"), adapter, tmp_path)
 
 
+def test_gpt_oss_in_mxfp4(tmp_path, monkeypatch):
+    """The script packs the decoded experts, as the training did, and writes them under their names in 16 bits."""
+    tiny_experts.saved_in_mxfp4(tmp_path / "base")
+    base, adapter = str(tmp_path / "base"), adapter_of(str(tmp_path / "base"), tmp_path / "adapter", **EXPERTS)
+    load(base, **options()).save_pretrained(tmp_path / "packed")
+    want = tensors(by_layer(str(tmp_path / "packed"), adapter, tmp_path / "want"))
+    offline.byte_tokenizer().save_pretrained(base)
+    merge_adapter("--model", base, "--adapter", adapter, "--out", tmp_path / "merged", monkeypatch=monkeypatch)
+    merged = tensors(tmp_path / "merged")
+    assert merged.keys() == want.keys() and all(torch.equal(merged[key], want[key]) for key in want)
+
+
 def test_shards(tmp_path, monkeypatch):
     """The index names every weight once, and the loaded model equals the merge in memory."""
     base = base_of("qwen3", tmp_path / "base")
@@ -224,6 +245,11 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def quantize_config(folder, **config):
+    file = folder / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
 def edit_weights(folder, change):
     file = folder / "adapter" / "adapter_model.safetensors"
     weights = safetensors.torch.load_file(file)
@@ -258,6 +284,13 @@ REFUSED = {
     "no folder": (lambda f: shutil.rmtree(f / "adapter"), "is neither a folder nor an adapter on the Hub"),
     "no config": (lambda f: (f / "adapter/adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter/adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    "no model": (lambda f: shutil.rmtree(f / "base"), "base cannot be read: "),
+    "no config of the model": (lambda f: (f / "base/config.json").unlink(), "base has no config.json. Pass the folder"),
+    "a damaged config": (lambda f: (f / "base/config.json").write_text("{"), "base cannot be read: .*config.json"),
+    "a damaged config of the adapter": (
+        lambda f: (f / "adapter/adapter_config.json").write_text("{"), "adapter cannot be read: Expecting"
+    ),
+    "no weights of the model": (lambda f: (f / "base/model.safetensors").unlink(), "base cannot be read: .*no file named"),
     "a damaged file": (lambda f: (f / "base/model.safetensors").write_bytes(b"x"), "base/model.safetensors cannot be read"),
     "damaged weights": (
         lambda f: (f / "adapter/adapter_model.safetensors").write_bytes(b"x"), "adapter/adapter_model.safetensors cannot be read"
@@ -275,6 +308,9 @@ REFUSED = {
     "another base": (without_first_of_the_base, "the checkpoint lacks model.layers.1.mlp.up_proj.weight"),
     "tied": (tied_head, "LoRA on lm_head.weight, which is tied"),
     "full": (full, "takes 0.0 GB, but .* has only 0.0 GB left"),
+    "8 bits": (lambda f: quantize_config(f, quant_method="bitsandbytes", load_in_8bit=True), "not in 16 bits or in 4 bits of"),
+    "GPTQ": (lambda f: quantize_config(f, quant_method="gptq", bits=4), "base cannot be read: .*GPTQConfig"),
+    "no folder can be made": (lambda f: (f / "merged.incomplete").symlink_to("gone"), "merged.incomplete cannot be made"),
     "out": (is_there, "exists and is not empty"),
     "incomplete": (lambda f: (f / "merged.incomplete").mkdir(), "a merge was killed: delete this folder"),
 }  # fmt: skip
@@ -310,7 +346,7 @@ def test_a_merge_that_started_meanwhile_keeps_its_files(trained, tmp_path, monke
         return with_adapter(*arguments)
 
     monkeypatch.setattr(layer_by_layer, "with_adapter", meanwhile)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(layer_by_layer.Refused, match=r"merged\.incomplete cannot be made: File exists"):
         by_layer(str(trained / "base"), str(trained / "adapter"), tmp_path / "merged", **options())
     assert other.exists()
 

@@ -32,6 +32,7 @@ from tiny_experts import (
     loaded,
     random_model,
     saved,
+    saved_in_mxfp4,
     with_lora,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -574,22 +575,7 @@ def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
 
 @pytest.fixture
 def mxfp4(tmp_path):
-    """A gpt-oss whose experts are in MXFP4, and its stacks as transformers decodes them."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    saved(random_model("gpt-oss"), tmp_path)
-    weights, stacks = load_file(tmp_path / "model.safetensors"), {}
-    for name in [name for name in weights if name.rpartition(".")[2] in ("gate_up_proj", "down_proj")]:
-        experts, inputs, outputs = weights.pop(name).shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8)
-        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        stacks[name] = convert_moe_packed_tensors(blocks, scales)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path, stacks
+    return tmp_path, saved_in_mxfp4(tmp_path)
 
 
 def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):

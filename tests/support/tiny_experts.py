@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0
 import bitsandbytes.functional
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
@@ -121,6 +123,25 @@ def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Save a model as transformers does, and return its stacks of experts by name."""
     model.save_pretrained(folder, **options)
     return {name: parameter.detach() for name, parameter in model.named_parameters() if is_stack(name, parameter)}
+
+
+def saved_in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Save a gpt-oss whose experts are in MXFP4, and return its stacks as transformers decodes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    saved(random_model("gpt-oss"), folder)
+    weights, stacks = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in weights if name.rpartition(".")[2] in STACKS]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        stacks[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return stacks
 
 
 def loaded(folder: Path, **options: Any) -> Any:
