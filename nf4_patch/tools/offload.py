@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..libraries.transformers.loading import is_stack
 from ..offload import planning
 from .advice import EXPERTS, FAST
 from .report import NotAvailable
@@ -56,7 +57,7 @@ def sizes_of(model: Any) -> Sizes:
     trained = 0
     dense: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        layer, stack = planning.layer_of(name), parameter.dim() == 3 and not name.endswith("bias")
+        layer, stack = planning.layer_of(name), is_stack(model, name)
         if not layer or not (name in linear or stack):
             rest += 2 * parameter.numel()
             continue

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ..libraries.transformers.loading import is_stack
 from ..version import release_of
 
 RANK = 16  # the rank of LoRA
@@ -55,8 +56,8 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
                 packed.weight = Params4bit(child.weight.data, requires_grad=False, module=packed, **options)
                 packed.bias = child.bias
                 setattr(module, name, packed.to(device))
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() == 3:  # the weights of all experts
+        for name, _ in list(module.named_parameters(recurse=False)):
+            if is_stack(module, name):
                 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
                 replace_parameter_4bit(module, name, compress_statistics=True)
@@ -68,7 +69,7 @@ def shortened(whole: Any, layers: int) -> Any:
     """Return a copy of the configuration with fewer layers and a proportionally smaller vocabulary."""
     config = copy.deepcopy(whole)
     config.num_hidden_layers, config.vocab_size = layers, max(8, whole.vocab_size * layers // whole.num_hidden_layers)
-    if getattr(config, "layer_types", None):
+    if len(getattr(config, "layer_types", None) or ()) > layers:  # some configurations compute it and refuse to set it
         config.layer_types = config.layer_types[:layers]
     config.pad_token_id, config.dtype = None, training_dtype()
     return config

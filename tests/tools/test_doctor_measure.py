@@ -9,7 +9,7 @@ import recorders
 import torch
 from bitsandbytes.nn import Linear4bit
 from tiny_experts import random_model
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 from verbs import output_of, report_of
 
 import nf4_patch
@@ -120,6 +120,23 @@ def test_as_many_layers_as_fit(free, layers, monkeypatch):
     else:
         with pytest.raises(NotAvailable, match="not even one layer of tiny fits into the"):
             offload.layers_that_fit(WHOLE, "tiny", 4)
+
+
+HYBRID = {
+    "qwen3_5_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_a_model_with_convolutions_is_no_mixture(kind):
+    """The weights of its convolutions are 3-D, and stay in 16 bits. The configuration of Falcon-H1 computes ``layer_types``."""
+    whole = AutoConfig.for_model(kind, **SIZES, **HYBRID[kind], head_dim=16, num_hidden_layers=6, vocab_size=960)
+    sizes = offload.sizes_of(offload.on_meta(whole))
+    assert not sizes.is_mixture and len(sizes.layers) == 6
+    assert offload.layers_that_fit(whole, "tiny", 4) == 4
+    built = step.build_4bit(step.shortened(whole, 2), "cpu")
+    assert [each.dim() for name, each in built.named_parameters() if "conv1d.weight" in name] == [3, 3]
 
 
 def test_a_mixture_is_refused():
