@@ -346,6 +346,8 @@ def merge(path: str, adapter: str, out: str, tokenizer_of: Callable[[str], Any],
         Refused: this cannot be merged layer by layer, and nothing was written.
     """
     final, folder = Path(out).absolute(), Path(f"{Path(out).absolute()}.incomplete")
+    if final.is_mount():  # the finished folder could not be renamed to it
+        raise Refused(f"{out} is a mount point. Choose a folder inside it")
     if final.exists() and (final.is_file() or any(final.iterdir())):
         raise Refused(f"{out} exists and is not empty. Choose another folder")
     if folder.exists():

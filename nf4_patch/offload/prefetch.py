@@ -55,11 +55,14 @@ class Buffer:
         if views is None:
             if len(self.views) >= LIMIT:
                 self.views.clear()
-            views = self.views[key] = [None] * 3
+            views = [None] * 3
             for index, tensor in enumerate(tensors):
                 part = block.part(tensor)
                 if tensor is not None and part is not None and self.memory is not None:
                     views[index] = self.memory[part].view(tensor.dtype).view(tensor.shape)
+            self.views[key] = (
+                views  # last, because without its views a weight would be read from host memory again and again
+            )
         packed, absmax, absmax2 = (
             theirs if view is None else view for view, theirs in zip(views, tensors, strict=True)
         )

@@ -336,6 +336,11 @@ def test_refused_before_anything_is_written(name, trained, tmp_path, monkeypatch
     assert {file for folder in tmp_path.glob("merged*") for file in (folder, *folder.rglob("*"))} == before
 
 
+def test_a_mount_point_is_refused_before_the_merge(trained):
+    with pytest.raises(layer_by_layer.Refused, match=r"/proc is a mount point\. Choose"):
+        by_layer(str(trained / "base"), str(trained / "adapter"), Path("/proc"), **options())
+
+
 def test_a_merge_that_started_meanwhile_keeps_its_files(trained, tmp_path, monkeypatch):
     other = tmp_path / "merged.incomplete" / "0.safetensors"
     with_adapter = layer_by_layer.with_adapter

@@ -18,6 +18,7 @@ import torch
 import transformers.modeling_utils
 from changes import another
 from host_memory import Cuda
+from interrupts import interrupted_at_every_line
 from offloaded import (
     all_in_host,
     check_merging,
@@ -468,6 +469,23 @@ def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, wh
         [dense(module, name) for module in experts_of(model) for name in STACKS]
     assert len(calls) == 4
     assert same_steps(train(model, steps=1), want)
+
+
+def test_the_read_after_an_interrupt_is_from_the_buffer(folder, gpu, patched):
+    model = model_of(folder)
+    modules, want = experts_of(model), [dense(module) for module in experts_of(model)]
+    every = prefetch.Buffer, prefetch.Prefetcher
+    functions = [each for owner in every for each in vars(owner).values() if hasattr(each, "__code__")]
+
+    def read():
+        for module, stack in zip(modules, want, strict=True):
+            assert torch.equal(dense(module), stack)
+
+    for _ in interrupted_at_every_line(read, prefetch.Prefetch.read, *functions, before=nf4_patch.release):
+        read()
+        (prefetcher,) = prefetch.prefetchers.values()
+        for buffer in prefetcher.buffers:
+            assert all(views[0] is not None for views in buffer.views.values())
 
 
 def test_what_the_report_says(folder, gpu, patched):
