@@ -28,6 +28,7 @@ args = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
 tokenizer = tokenizer_of(path, padding_side="left")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # Llama has no token for padding
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",

@@ -60,9 +60,8 @@ class Buffer:
                 part = block.part(tensor)
                 if tensor is not None and part is not None and self.memory is not None:
                     views[index] = self.memory[part].view(tensor.dtype).view(tensor.shape)
-            self.views[key] = (
-                views  # last, because without its views a weight would be read from host memory again and again
-            )
+            # last, because without its views a weight would be read from host memory again and again
+            self.views[key] = views
         packed, absmax, absmax2 = (
             theirs if view is None else view for view, theirs in zip(views, tensors, strict=True)
         )

@@ -32,6 +32,8 @@ from run_example import (
 )
 from subprocess_python import python
 
+from examples import offline
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
 SUPPORT = EXAMPLES.parent / "tests" / "support"
@@ -246,8 +248,15 @@ def test_grpo(tmp_path):
 
 
 @pytest.mark.full
-def test_generate(tmp_path):
-    record = run_example("generate.py", "--new-tokens", 3, "--batches", 1, 3, folder=tmp_path)
+@pytest.mark.parametrize("pads", [True, False])
+def test_generate(pads, tmp_path):
+    """Llama's tokenizer has no token for padding."""
+    offline.checkpoint("random", folder=str(tmp_path))
+    tokenizer = offline.byte_tokenizer()
+    tokenizer.pad_token = "<pad>" if pads else None
+    tokenizer.save_pretrained(tmp_path)
+    words = "--model", tmp_path, "--new-tokens", 3, "--batches", 1, 3
+    record = run_example("generate.py", *words, folder=tmp_path)
     assert [row["equal"] for row in record["generation"]] == [True, True]
     assert not fallbacks(record)  # nor hits: on the CPU generation runs in bitsandbytes' own fused kernel
 
