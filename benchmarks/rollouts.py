@@ -291,9 +291,8 @@ def grpo(deadline: float = math.inf, tell: Progress = silent) -> tuple[list[Any]
                 tell(failures[-1])
                 continue
             tell(json.dumps(row))
-            first, second = sorted((rows.get(name, row), row), key=lambda each: each["step_s"])
-            rows[name] = first
-            if second["step_s"] > CHANGED * first["step_s"]:
+            rows[name], slower = sorted((rows.get(name, row), row), key=lambda each: each["step_s"])
+            if slower["step_s"] > CHANGED * rows[name]["step_s"]:
                 failures.append(
                     f"GRPO, {name}: {row['step_s']:.2f} s per step at the end: the host's speed has changed"
                 )
