@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -97,6 +98,9 @@ def empty_model(path: str, **options: Any) -> tuple[Any, list[str], Any]:
             (HfQuantizer, "postprocess_model", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(warnings.catch_warnings())
+        # A packed checkpoint has its own settings.
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
         stack.enter_context(reading(path, "config.json", library="transformers"))
         model = AutoModelForCausalLM.from_pretrained(path, **options)
     files, load_config = found

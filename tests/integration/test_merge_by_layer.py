@@ -196,6 +196,24 @@ def test_gpt_oss_in_mxfp4(tmp_path, monkeypatch):
     assert merged.keys() == want.keys() and all(torch.equal(merged[key], want[key]) for key in want)
 
 
+def test_a_packed_checkpoint_keeps_its_own_4_bit_settings(tmp_path, monkeypatch, recwarn):
+    """The script passes NF4 settings, which a checkpoint in FP4 ignores without a warning."""
+    base = base_of("qwen3", tmp_path / "base")
+    adapter = adapter_of(base, tmp_path / "adapter", **EXPERTS)
+    fp4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    load(base, **{**options(), "quantization_config": fp4}).save_pretrained(tmp_path / "packed")
+    offline.byte_tokenizer().save_pretrained(tmp_path / "packed")
+    want = tensors(by_layer(str(tmp_path / "packed"), adapter, tmp_path / "want"))
+    recwarn.clear()
+    words = "--model", tmp_path / "packed", "--adapter", adapter, "--out", tmp_path / "merged"
+    merge_adapter(*words, monkeypatch=monkeypatch)
+    assert not [warning for warning in recwarn if "quantization_config" in str(warning.message)]
+    merged = tensors(tmp_path / "merged")
+    assert merged.keys() == want.keys() and all(torch.equal(merged[key], want[key]) for key in want)
+
+
 def test_shards(tmp_path, monkeypatch):
     """The index names every weight once, and the loaded model equals the merge in memory."""
     base = base_of("qwen3", tmp_path / "base")
