@@ -89,12 +89,12 @@ class Training(NamedTuple):
     program: tuple[str, ...] = (str(GRPO),)
 
 
-OFF = {"NF4_PATCH": "0"}
+OFF, SAME_BITS = {"NF4_PATCH": "0"}, ("--same-bits",)
 TRAININGS = {
-    "bitsandbytes and peft": Training(OFF, ("--matmul", "off")),
-    "patch": Training({}),
-    "fast": Training({"NF4_PATCH": "fast"}, ("--graphs", "auto")),
-    UNSLOTH: Training(OFF, ("--matmul", "off"), ("-m", "benchmarks.grpo_unsloth")),
+    "bitsandbytes and peft": Training(OFF, SAME_BITS),
+    "patch": Training({"NF4_PATCH_MATMUL": "auto"}, SAME_BITS),
+    "fast": Training({}),
+    UNSLOTH: Training(OFF, SAME_BITS, ("-m", "benchmarks.grpo_unsloth")),
 }
 
 

@@ -2,16 +2,14 @@
 
     python examples/grpo_trl.py                                  # a small random Llama, no network
     python examples/grpo_trl.py --model meta-llama/Llama-3.2-1B  # a real one
-    NF4_PATCH=0 python examples/grpo_trl.py                      # the same training without the patch
+    python examples/grpo_trl.py --same-bits                      # plain enable(), whose results are bit-identical
+    NF4_PATCH=0 python examples/grpo_trl.py --same-bits          # the same training without the patch
 
 For each new token, generation multiplies one row per completion by every weight. The fused matmul supports up to 64 rows, so it can
-speed up generation. Its results are as accurate as without it, but not bit-identical, so other tokens may be sampled. Training
-passes over more than 64 rows stay bit-identical. With --matmul off, all results are bit-identical.
+speed up generation. Training steps and rollouts replay CUDA graphs, so that the GPU does not wait for Python. The rollouts use a
+static key-value cache for this. Results are as accurate as without the patch, but not bit-identical, so other tokens may be sampled.
 
 Every completion has --tokens tokens, so every run does the same work. TRL computes its loss in a Triton kernel, which needs a GPU.
-
-With --graphs auto, training steps and rollouts replay CUDA graphs, so that the GPU does not wait for Python. The rollouts then use a
-static key-value cache.
 """  # fmt: skip
 
 import argparse
@@ -33,13 +31,13 @@ parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
 parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
 parser.add_argument("--tokens", type=int, default=64, help="tokens per completion")
-parser.add_argument("--matmul", default="auto", choices=("auto", "off"), help="the fused matmul")
-parser.add_argument("--graphs", default="off", choices=("auto", "off"), help="CUDA graphs")
+parser.add_argument("--same-bits", action="store_true", help='enable() instead of enable("fast")')
 parser.add_argument("--json", metavar="FILE")
 args = parser.parse_args()
 require_triton(parser)
+profile = None if args.same_bits else "fast"
 
-import nf4_patch; nf4_patch.enable(matmul=args.matmul, graphs=args.graphs)  # fmt: skip  # the one line
+import nf4_patch; nf4_patch.enable(profile)  # fmt: skip  # the one line
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
@@ -75,7 +73,7 @@ trainer = GRPOTrainer(
         num_generations=args.generations,
         max_completion_length=args.tokens,
         generation_kwargs={"min_new_tokens": args.tokens},  # no completion ends early
-        cache_implementation="static" if args.graphs == "auto" else None,
+        cache_implementation=None if args.same_bits else "static",
         use_vllm=False,
         gradient_checkpointing=True,
         learning_rate=1e-3,

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py                     # DDP, a small random Llama
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2 (torch's fully_shard)
+    torchrun --nproc-per-node 2 examples/qlora_torchrun.py --same-bits         # plain enable(): the same bits as without the patch
     accelerate launch --config_file examples/fsdp1.yaml --num_processes 2 examples/qlora_torchrun.py
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 examples/qlora_torchrun.py
 
@@ -38,11 +39,12 @@ parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument(
     "--attention", default="sdpa", choices=("sdpa", "eager"), help="with sdpa, two runs on several GPUs may differ"
 )
+parser.add_argument("--same-bits", action="store_true", help='enable() instead of enable("fast")')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable()
+nf4_patch.enable(None if args.same_bits else "fast")
 
 cuda = torch.cuda.is_available()
 dtype = compute_dtype()

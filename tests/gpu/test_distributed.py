@@ -46,7 +46,7 @@ def launch(config: str) -> tuple[str | Path, ...]:
     ids=["fsdp2", "ddp", "fsdp1 by accelerate", "fsdp2 by accelerate"],
 )
 def test_two_gpus(launcher, mode, checkpoint, tmp_path):
-    arguments = ("--model", checkpoint, "--steps", STEPS, "--tokens", 512, "--attention", "eager", *mode)
+    arguments = ("--model", checkpoint, "--steps", STEPS, "--tokens", 512, "--attention", "eager", "--same-bits", *mode)
     on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=launcher)
     assert on["hits_by_process"] == [STEPS * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)

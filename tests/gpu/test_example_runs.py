@@ -131,8 +131,10 @@ def test_grpo(checkpoint, tmp_path):
 
     Training passes have 1,536 rows.
     """
-    arguments = ("--model", checkpoint, "--steps", 4)
-    on, off = (run_example("grpo_trl.py", *arguments, folder=tmp_path, patch=patch) for patch in (True, False))
+    arguments = ("grpo_trl.py", "--model", checkpoint, "--steps", 4, "--same-bits")
+    on, off = (
+        run_example(*arguments, folder=tmp_path, patch=patch, NF4_PATCH_MATMUL="auto") for patch in (True, False)
+    )
     print(on["rollouts"], off["rollouts"])
     assert on["rollouts"]["tokens"] == off["rollouts"]["tokens"] == 4 * 16 * 64
     fused = sum(each["hits"] for each in on["nf4_patch"]["shapes"] if each["kernel"])
@@ -162,7 +164,7 @@ CACHED = {
     "unsloth": ("qlora_unsloth.py", ("--rows", 1, "--same-bits"), ()),
     "ddp": (
         "qlora_torchrun.py",
-        ("--attention", "eager"),
+        ("--attention", "eager", "--same-bits"),
         ("-m", "torch.distributed.run", "--nproc-per-node", PROCESSES, "--standalone"),
     ),
 }

@@ -147,7 +147,7 @@ def test_what_a_mixture_takes_as_its_example_says():
     [
         ("qlora_trl.py", "profile, offload=args.offload"),
         ("qlora_unsloth.py", "profile"),
-        ("grpo_trl.py", "matmul=args.matmul, graphs=args.graphs"),
+        ("grpo_trl.py", "profile"),
     ],
 )
 def test_the_patch_is_one_line(script, option):
@@ -233,7 +233,7 @@ def test_grpo(tmp_path):
     sizes = {"model": tmp_path, "steps": steps, "prompts": prompts, "generations": generations, "tokens": tokens}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     off, on, auto = records = [
-        run_example("grpo_trl.py", *arguments, f"--matmul={matmul}", folder=tmp_path, patch=patch)
+        run_example("grpo_trl.py", *arguments, "--same-bits", folder=tmp_path, patch=patch, NF4_PATCH_MATMUL=matmul)
         for matmul, patch in (("off", False), ("off", True), ("auto", True))
     ]
     for record in records:
@@ -338,7 +338,7 @@ TWO_PROCESSES = {  # the launcher, arguments, variables, bytes that are sharded
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_two_processes(name, tmp_path):
     launcher, mode, variables, sharded = TWO_PROCESSES[name]
-    arguments = ("--steps", 2, "--tokens", 32, *mode)
+    arguments = ("--steps", 2, "--tokens", 32, "--same-bits", *mode)
     on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=launcher, **variables)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on) and on["sharded_bytes"] == sharded
@@ -346,10 +346,22 @@ def test_two_processes(name, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
+def test_two_processes_with_every_option(mode, tmp_path):
+    """The fused LoRA layers learn what peft's layers learn, apart from rounding."""
+    arguments = ("qlora_torchrun.py", "--steps", 2, "--tokens", 96, *mode)
+    options = {"folder": tmp_path, "launcher": GLOO, "NF4_PATCH_GRAPHS": "off"}  # the interpreter captures no graph
+    on = run_example(*arguments, **options)
+    off = run_example(*arguments, patch=False, **options)
+    assert on["losses"] == pytest.approx(off["losses"], abs=1e-3) and not same_training(on, off)
+    assert not fallbacks(on) and all(count > 2 * LINEARS for count in on["hits_by_process"])
+
+
+@pytest.mark.full
 def test_a_packed_checkpoint_is_sharded(tmp_path):
     """A model that fits on no single GPU starts best from such a checkpoint."""
     run([sys.executable, PROGRAMS / "pack_checkpoint.py", EXAMPLES, tmp_path / "packed"], tmp_path)
-    arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32)
+    arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32, "--same-bits")
     record = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
     assert record["hits_by_process"] == [2 * LINEARS] * 2 and not fallbacks(record)
     assert record["sharded_bytes"] == SHARDED_BYTES
