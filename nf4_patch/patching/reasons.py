@@ -124,7 +124,8 @@ class Reason(enum.Enum):
     )
     GRAPH_CHECKPOINT = (
         "the decoder layer's checkpoint is neither PyTorch's nor Unsloth's, has a context_fn or other options, or would round"
-        " the layer's fp32 input to bf16, as Unsloth's does"
+        " the layer's fp32 input to bf16, as Unsloth's does",
+        "train with gradient_checkpointing=True, as transformers and TRL set it",
     )
     GRAPH_ARGUMENTS = (
         "a CUDA graph does not support an argument or the result of the decoder layer",
@@ -132,7 +133,8 @@ class Reason(enum.Enum):
     )
     GRAPH_HOOKED = (
         "the decoder layer has hooks (a device_map over several GPUs sets some), compiled modules or sharded parameters (FSDP, ZeRO-3), or its"
-        " outputs are recorded"
+        " outputs are recorded",
+        'with one GPU, pass device_map={"": 0}',
     )
     GRAPH_OWN_CODE = (
         "the decoder layer runs code of the script or notebook, which might read values that change, but a replay runs no Python",
@@ -145,16 +147,21 @@ class Reason(enum.Enum):
     )
     GRAPH_MODE = (
         'anomaly detection, a profiler, another capture, an outer checkpoint or offload="..." is active, or the layer runs on'
-        " another CUDA stream than its graphs"
+        " another CUDA stream than its graphs",
+        "end the mode or the profiler",
     )
-    GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
+    GRAPH_CHANGED = (
+        "the decoder layer changed after its capture and will be captured again",
+        "change layers before the training, not at every step",
+    )
     GRAPH_BACKWARD = (
         "the backward of the decoder layer runs inside autocast, under create_graph=True, on another CUDA stream, in a mode or"
         " transform, or with other settings than the forward, or the layer or its graphs changed after the forward",
         "call loss.backward() after the autocast block",
     )
     GRAPH_STATE = (
-        "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward"
+        "the decoder layer changes its own state or its arguments, or keeps a tensor from its forward to its backward",
+        'pass graphs="off" for this model',
     )
     GRAPH_MEMORY = (
         "the GPU does not have enough memory for the graphs, the rest of a step and a margin",
