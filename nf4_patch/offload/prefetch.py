@@ -346,7 +346,7 @@ def wants(_rest: int) -> int:
     return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
 
 
-# Layers come before activations and the weight cache: docs/offload.md compares what a GiB of each saves.
+# Layers come before activations and the weight cache: docs/notes/index.md compares what a GiB of each saves.
 user = User(-1, allow, taken, wants=wants)
 
 
