@@ -57,7 +57,7 @@ Merge = Literal["off", "reversible"] | bool
 
 
 def __getattr__(name: str) -> Any:
-    """Import an error class or ``Status`` on first use, so that ``import nf4_patch`` does not import torch."""
+    """Import an error class or ``Status`` on first use, so that ``import nf4_patch`` imports no torch."""
     if name in TYPES:
         return getattr(importlib.import_module(TYPES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -70,9 +70,9 @@ def enable(
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes, Unsloth and the other supported libraries, now or when they are imported.
 
-    If the patch is already on, an option that is None keeps its current value. Otherwise the option takes the value of
-    its environment variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off". If an option has only
-    one value besides "off", ``True`` means this value.
+    An option that is None keeps its value if the patch is already on. Otherwise it takes the value of its environment
+    variable, for example NF4_PATCH_MATMUL for ``matmul``. ``False`` means "off", the default. If an option has only one
+    value besides "off", ``True`` means this value.
 
     Args:
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
@@ -81,31 +81,27 @@ def enable(
             that this machine does not support stays off, and ``status()`` says why.
         matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
             where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
-            bit-identical. "off" is the default.
+            bit-identical.
         cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a
             number of bytes work too; "6GB" is 6 * 10^9 bytes. Functions of bitsandbytes, Unsloth and transformers get
-            a weight from the cache if they only read it. "auto" uses the memory that training leaves free. "off", the
-            default, or 0 caches nothing.
-        experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model
-            while they are loaded. If these experts have LoRA adapters, the activations are multiplied by the LoRA
-            matrices A and B separately. peft's own code would add B @ A to a 16-bit copy of all experts. "off", the
-            default, loads experts in 16 bits.
+            a weight from the cache if they only read it. "auto" uses the memory that training leaves free. 0 means "off".
+        experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model, which
+            it loads in 16 bits otherwise. If these experts have LoRA adapters, the activations are multiplied by the LoRA
+            matrices A and B separately. peft's own code would add B @ A to a 16-bit copy of all experts.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
-            bit-identical. "off", the default, runs peft's code.
+            bit-identical.
         offload: "6GiB" lets the packed weights of decoder layers and their prefetch buffers take at most 6 GiB on each
             GPU. The other layers stay in pinned host memory and are prefetched, with bit-identical results. The option
-            applies to models that are loaded from now on. "all" keeps only the prefetch buffers on the GPU. "auto" also keeps
-            as many layers there as fit into the memory that training leaves free. "off", the default, keeps all packed
-            weights on the GPU.
-        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python. Graphs are used in
-            training with gradient checkpointing, and in generation with transformers' static cache. Results are
-            bit-identical. "off", the default, runs the layers eagerly.
+            applies to models that are loaded from now on. "all" keeps only the prefetch buffers on the GPU. "auto" also
+            keeps as many layers there as fit into the memory that training leaves free.
+        graphs: "auto" runs decoder layers as CUDA graphs, so that the GPU does not wait for Python, in training with
+            gradient checkpointing and in generation with transformers' static cache. Results are bit-identical.
         activations: "auto" lets decoder layers under gradient checkpointing keep their activations where memory is free,
             so that these layers are not computed twice. Results are bit-identical. "8GiB" limits this memory on every
-            GPU. "off", the default, or 0 keeps none.
+            GPU. 0 means "off".
         merge: "reversible" lets ``unmerge_adapter()`` restore the packed bytes that 4-bit linear layers had before
-            ``merge_adapter()``. This needs host memory for one copy of the packed weights. "off", the default, runs
-            peft's code, which quantizes the layers again.
+            ``merge_adapter()``. This needs host memory for one copy of the packed weights. peft's code quantizes the
+            layers again.
 
     Returns:
         True if the patch is on, and False if NF4_PATCH=0 or NF4_USE_TRITON=0 keeps it off.
@@ -169,8 +165,8 @@ def enabled(
 ) -> Iterator[None]:  # fmt: skip
     """Turn the patch on inside a ``with`` block, with the arguments of ``enable``, and restore the previous state after it.
 
-    The patch applies to all threads of the process. If blocks overlap, the options of the block entered last apply.
-    When the last block ends, the state from before the first block is restored.
+    The patch applies to all threads. If blocks overlap, the options of the block entered last apply, and the end of the
+    last block restores the state from before the first.
     """
     from .patching import hooks
 
@@ -192,15 +188,14 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     """Dequantize a packed 4-bit weight with the fused kernel, or on the CPU with plain torch.
 
     Args:
-        weight: the packed weight, two values per byte. Its shape is [bytes, 1], or [1, bytes] if it is transposed.
-        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, with or without double quantization.
-        out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype``. It is filled and returned.
+        weight: two values per byte, [bytes, 1], or [1, bytes] if it is transposed.
+        quant_state: a ``bitsandbytes.functional.QuantState``, NF4 or FP4, with or without double quantization.
+        out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype``, which is filled and returned.
 
     Returns:
-        The dense weight, with the dtype ``quant_state.dtype`` and the shape ``quant_state.shape``. If ``weight`` is
-        transposed, the dense weight is transposed, too. On CUDA it is bit-identical to the result of
-        ``bitsandbytes.functional.dequantize_4bit``. The CPU result follows the same formula. It can differ from
-        that of bitsandbytes, whose CPU code uses a wrong scale for a quantization block that spans two rows.
+        The dense weight, of ``quant_state.shape`` and ``quant_state.dtype``, transposed if ``weight`` is. On CUDA it is
+        bit-identical to the result of ``bitsandbytes.functional.dequantize_4bit``. The CPU result follows the same formula.
+        bitsandbytes' CPU code uses a wrong scale for a quantization block that spans two rows, so its result can differ.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.
@@ -243,7 +238,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _autoload() -> None:
-    """Enable the patch if NF4_PATCH=1 or NF4_PATCH=fast. Never raise, because an error would make the import of bitsandbytes fail."""
+    """Enable the patch if NF4_PATCH=1 or NF4_PATCH=fast. Never raise, because the import of bitsandbytes would then fail."""
     # Without any variable of nf4_patch, return before other modules are imported.
     if not any(name.startswith("NF4_PATCH") for name in os.environ):
         return

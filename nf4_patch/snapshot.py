@@ -1,7 +1,7 @@
 """``nf4_patch.status()``: which calls ran in the kernel, and what each option did, as data and as text.
 
-A hit is a call that the replacement handled. A fallback is a call that ran the original, for a Reason. The text counts
-dequantizations in its first line, and the calls of each option in a separate line.
+A hit is a call that the replacement handled, a fallback one that ran the original, for a Reason. The text's first line
+counts dequantizations. Each option has a line for its calls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TargetStatus:
 
     @property
     def note(self) -> str:
-        """Return an explanation of the state for the user, or "" if none is needed."""
+        """Explain the state to the user, or return ""."""
         target = ROWS.get(self.name)
         if self.state is State.INACTIVE and target is not None:
             return f'enable({target.option}="{OPTIONS[target.option].on}") turns it on'
@@ -125,7 +125,7 @@ class Status:
 
 
 def is_core(status: TargetStatus) -> bool:
-    """Return whether the target needs no option, so that its calls count whenever the patch is on."""
+    """Return whether the target's calls count whenever the patch is on."""
     return status.name not in ROWS or not ROWS[status.name].option
 
 
@@ -135,16 +135,12 @@ def waiting(targets: tuple[TargetStatus, ...]) -> str:
 
 
 def waited_for(status: TargetStatus) -> str:
-    """Return the library that still has to be imported before the target is patched.
-
-    If the library is imported already, return the target's module instead, because only that module is missing.
-    """
+    """Return the library, or if it is imported the module, that still has to be imported."""
     target = ROWS[status.name]
     return target.module if target.library in sys.modules else target.library
 
 
 def calls_of(name: str) -> tuple[int, dict[str, int]]:
-    """Return the hits of a target, and its fallbacks by the Reason's name."""
     return counters.hits(name), {r.name: n for (target, r), n in list(counters.fallbacks.items()) if target == name}
 
 

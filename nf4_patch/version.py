@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 
 def release_of(distribution: str) -> str | None:
-    """Return the installed release of a distribution, or None if it is not installed."""
+    """Return the installed release of a distribution, or None."""
     from importlib import metadata
 
     try:
@@ -14,10 +14,9 @@ def release_of(distribution: str) -> str | None:
 
 
 def holds(release: str, condition: str) -> bool:
-    """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
+    """Return whether a release meets a specifier such as ">= 0.50". Every release meets "".
 
-    A development, post or local release such as "0.50.dev0" counts as its base release "0.50". The release "" means not
-    installed, and meets no specifier.
+    A development, post or local release such as "0.50.dev0" counts as its base release. "" means not installed.
     """
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version

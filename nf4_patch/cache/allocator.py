@@ -14,17 +14,16 @@ UNSPLIT = 20 * MIB
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return PYTORCH_CUDA_ALLOC_CONF's settings, or {} if PyTorch does not use its native allocator."""
+    """Return PYTORCH_CUDA_ALLOC_CONF's settings, or {} if the allocator is not PyTorch's native one."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
 
 
 def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
-    """Return the most bytes that the allocator takes for ``nbytes``, including rounding and the unused remainder of a larger block.
+    """Return the most bytes that the allocator takes for ``nbytes``, including rounding and a larger block's unused remainder.
 
-    Args:
-        known: the allocator's settings: ``roundup_power2_divisions``, by size in MiB, and ``max_split_size`` in bytes.
+    ``known`` are the allocator's settings: ``roundup_power2_divisions``, by size in MiB, and ``max_split_size`` in bytes.
     """
     if known is None:
         known = settings() if torch.cuda.is_initialized() else {}

@@ -19,8 +19,7 @@ from .allocator import allocated
 class CacheEntry:
     """The dense copy of a packed weight.
 
-    An entry keeps the storages of the scales alive. It keeps neither the packed parameter nor the parameter's storage
-    alive.
+    An entry keeps the storages of the scales alive, but neither the packed parameter nor its storage.
     """
 
     # the dense copy [N, K] and its transpose [K, N] (the copy twice if it is not 2-D), or None if there is no copy
@@ -51,18 +50,15 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release everything except ``size`` and ``dense_memory``.
-
-        The cache needs these two to count the dense copy until nothing uses it.
-        """
+        """Release everything except ``size`` and ``dense_memory``, which count the copy."""
         self.views, self.scales, self.watchers = None, (), ()
         self.identity.forget()
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """Return the dense copy if it came from exactly these tensors, and if neither the tensors nor the copy changed since.
+        """Return the dense copy if it came from exactly these tensors, and neither they nor the copy changed since.
 
         Raises:
-            RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
+            RuntimeError: an inference tensor has no version counter.
         """
         views = self.views
         # The last comparison finds out whether a reader wrote into the dense copy.
@@ -77,14 +73,11 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's key: the id of its parameter, the weight's position and size in the parameter, and its dtype.
-
-    A transposed weight has the same key. Replacing the parameter's ``.data`` does not change the key.
-    """
+    """Return the weight's key, which a transpose and a new ``.data`` do not change."""
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the addresses of the weight's tensors and its other fields. A weight and its transpose have the same fingerprint."""
+    """Return ``PackedWeight.fingerprint``, but the same for a weight and its transpose."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

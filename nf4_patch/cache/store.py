@@ -1,9 +1,4 @@
-"""The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
-
-The cache keeps dense copies of parameters for callers that only read them. A weight is cached at its first read if
-there is room, and then stays cached (docs/notes/weight-cache.md). Every read checks the parameter, its version counter
-and its memory.
-"""
+"""The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")`` (docs/notes/weight-cache.md)."""
 
 from __future__ import annotations
 
@@ -47,8 +42,8 @@ class StaleWeightError(RuntimeError):
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Changes are made under ``lock``. When a tensor of a cached weight is freed, a callback runs, possibly in the middle
-    of a change. So the callback only frees the dense copy, and the next change removes the entry.
+    Changes are made under ``lock``. A callback runs when a tensor of a cached weight is freed, possibly in the middle of
+    a change. So the callback only frees the dense copy, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -72,10 +67,9 @@ class Cache(dequantizer.Reader):
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Yield a list, to which ``read`` adds each cached weight that a CUDA graph capture on this stream uses.
+        """Yield a list, to which ``read`` adds each weight that a capture on this stream pins.
 
-        The graph may be replayed only while ``CacheEntry.of`` still returns each of these weights. Inside the ``with`` block,
-        only ``fill`` caches new weights that are read on this stream.
+        In the ``with`` block, only ``fill`` caches new weights that are read on this stream.
         """
         try:
             self.pins, self.missed = [], {}
@@ -85,12 +79,10 @@ class Cache(dequantizer.Reader):
             self.pinning, self.pins, self.missed = -1, [], {}
 
     def fill(self, less: int) -> bool:
-        """Cache the weights that were read inside ``pinned`` but not during a capture. Return whether any was cached.
+        """Cache the weights that were read inside ``pinned`` but not during a capture, and return whether any was cached.
 
-        If the cache gets its budget after the layers ran eagerly, graphs would otherwise never find cached weights.
-
-        Args:
-            less: bytes of the budget that stay free for the memory of graphs.
+        Otherwise graphs would find no cached weights if the cache gets its budget after the layers ran eagerly. ``less``
+        bytes of the budget stay free for the memory of graphs.
         """
         pinning, missed, misses = self.pinning, self.missed, self.misses
         self.pinning, self.missed = -1, {}
@@ -115,11 +107,10 @@ class Cache(dequantizer.Reader):
 
     @property
     def is_unsettled(self) -> bool:
-        """Return whether ``settle`` has entries to remove or memory to subtract."""
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """Remove the entries of freed weights. Subtract each dropped dense copy from ``taken`` once nothing uses the copy."""
+        """Remove the entries of freed weights. Subtract dropped dense copies from ``taken`` once nothing uses them."""
         with self.lock:
             if (death := self.death) is not self.settled_death:
                 self._drop_where(lambda entry: entry.views is None or entry.identity.storages[0].expired())
@@ -133,7 +124,7 @@ class Cache(dequantizer.Reader):
     # --- the budget ---
 
     def configure(self, mode: str | int) -> None:
-        """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
+        """Set the mode: "off", "auto" or bytes per device. A new mode starts empty."""
         if mode != self.mode:
             with self.lock:
                 self.on, self.mode = False, ""  # if an interrupt stops this call, the next call starts over
@@ -147,7 +138,6 @@ class Cache(dequantizer.Reader):
                 self.on, self.mode = mode != "off", mode
 
     def set_budget(self, budget: int) -> None:
-        """Set the budget in bytes per device. 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
             if not budget:
@@ -156,12 +146,9 @@ class Cache(dequantizer.Reader):
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Return the dense weight, read-only. Cache it if there is room.
+        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes.
 
-        Return None if the caller has to decode the weight, or the Reason that ``decode`` returned.
-
-        Raises:
-            StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
+        A Reason comes from ``decode``. Raises StaleWeightError in strict mode.
         """
         try:  # these lines repeat the beginning of ``find``, which saves the cost of a call
             entry = weight.memo().entry
@@ -196,7 +183,7 @@ class Cache(dequantizer.Reader):
         return result
 
     def find(self, weight: PackedWeight) -> tuple[Tensor, CacheEntry] | None:
-        """Return a weight's dense copy and its entry, or None. Drop an entry that is no longer valid."""
+        """Return a weight's dense copy and its entry, or None. Drop an invalid entry."""
         entry: CacheEntry | None = None
         try:
             memo = weight.memo()
@@ -253,16 +240,14 @@ class Cache(dequantizer.Reader):
         return None
 
     def warms_up(self, weight: PackedWeight) -> bool:
-        """Return whether a layer is being warmed up inside ``pinned``, on the stream of the capture that follows."""
+        """Return whether a layer is being warmed up inside ``pinned``, on the capture's stream."""
         return runtime.current_stream(weight.packed.get_device()) == self.pinning and not runtime.is_capturing()
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode and cache a weight.
-
-        Return None if the budget has no room, or if ``"auto"`` ran out of memory and emptied the cache.
+        """Decode and cache a weight. Return None without room, or if ``"auto"`` ran out of memory and emptied the cache.
 
         Raises:
-            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
+            OutOfMemoryError: in the decode, with a budget of fixed size.
         """
         try:
             return self.decoded(weight, decode)
@@ -296,7 +281,6 @@ class Cache(dequantizer.Reader):
         return result
 
     def room(self, device: int) -> int:
-        """Return the bytes of the budget that are left on a device."""
         return self.budget - self.taken[device]
 
     def _add(self, entry: CacheEntry, weight: PackedWeight, result: Tensor) -> None:
@@ -337,13 +321,13 @@ class Cache(dequantizer.Reader):
             self.settle()
 
     def release(self, condition: Callable[[CacheEntry], bool] = lambda entry: True) -> None:
-        """Drop the entries that meet the condition. Dense copies are freed once nothing uses them."""
+        """Drop the entries that meet the condition."""
         with self.lock:
             self._drop_where(condition)
             self.settle()
 
     def drop_storage(self, number: int, resized: bool = False) -> None:
-        """Drop the weights decoded from this storage. If the storage was ``resized``, these weights are never cached again."""
+        """Drop the weights decoded from this storage. If it was ``resized``, they are never cached again."""
         record = self.storages.get(number)
         if record is None or record.reference.expired():
             return
@@ -362,7 +346,7 @@ class Cache(dequantizer.Reader):
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
-        """Return the status. The lock is not taken, because a signal handler might call this method during a change."""
+        """Return the status, without the lock, because a signal handler might call this method during a change."""
         entries, taken = list(self.weights.values()), Counter[int]()
         for entry in dict.fromkeys((*entries, *self.dropped)):
             taken[entry.device] += 0 if entry.dense_memory.expired() else entry.size
@@ -392,8 +376,8 @@ class Cache(dequantizer.Reader):
 class StorageRecord:
     """A record of a storage with packed bytes or scales of cached weights.
 
-    Version counters miss some writes if a storage was resized with ``resize_`` (FSDP), or if two parameters share it. Weights
-    in such storages are not cached.
+    Weights are not cached if the storage was resized with ``resize_`` (FSDP) or two parameters share it, because version
+    counters then miss some writes.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
@@ -402,7 +386,6 @@ class StorageRecord:
         self.resized = self.aliased = False
 
     def why_not(self, owner: Tensor) -> Uncached | None:
-        """Return why weights of the parameter ``owner`` must not be cached, or None."""
         known = self.owner()
         if known is None:
             self.owner = weakref.ref(owner)
@@ -413,8 +396,7 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    Once Inductor's module for CUDA graphs is imported, return True on every side stream. There, torch.compile warms graphs up
-    with memory from the graph's pool.
+    Inductor warms its CUDA graphs up on side streams, with memory from their pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

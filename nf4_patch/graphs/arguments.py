@@ -1,8 +1,4 @@
-"""The arguments of a layer that runs as a CUDA graph.
-
-Plain values and the layouts of tensors form the key that selects a graph. The tensors themselves are copied into the
-static buffers that the graph reads.
-"""
+"""The arguments of a layer that runs as a CUDA graph: their part of the key, and the static buffers that they are copied to."""
 
 from __future__ import annotations
 
@@ -25,14 +21,13 @@ class Unsupported(Exception):
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a hashable description of a layer's arguments, which becomes part of a graph's key.
+    """Return a hashable description of a layer's arguments, and append each distinct tensor to ``tensors``.
 
-    The description contains the layout of each tensor, but not the contents. Each distinct tensor is also appended to
-    ``tensors``.
+    The description has the layouts of tensors, not their contents.
 
     Raises:
-        Unsupported: a graph cannot replay an argument. Graphs support plain values, tensors on the GPU, and tuples, lists
-            and dicts of these. They support no inference tensors. Only the first tensor may require a gradient.
+        Unsupported: an argument is no plain value, tensor on the GPU, tuple, list or dict, or is an inference tensor, or a
+            tensor other than the first requires a gradient.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -56,9 +51,9 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of the arguments in ``value``, with ``replacements(tensor)`` in place of each tensor.
+    """Return a copy of the arguments with ``replacements(tensor)`` in place of each tensor, and without ``num_items_in_batch``.
 
-    The copy omits ``num_items_in_batch``, whose value changes at every step.
+    Its value changes at every step.
     """
     if isinstance(value, Tensor):
         return replacements(value)
@@ -70,7 +65,7 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 def flattened(value: Any) -> Any:
-    """Return nested lists with the id of each item in ``value``, so that a comparison finds replaced or added items."""
+    """Return the ids of all items in nested lists, so that a comparison finds replaced or added items."""
     if type(value) in (tuple, list):
         return [flattened(item) for item in value]
     if type(value) is dict:
@@ -91,9 +86,9 @@ class Slot:
         self.version = 0
 
     def load(self, tensor: Tensor) -> None:
-        """Copy the tensor into the buffer, unless the buffer already holds its contents.
+        """Copy the tensor, unless the buffer holds its contents.
 
-        All layers of a step get the same masks and position embeddings, so only the first layer copies them.
+        All layers of a step get the same masks and position embeddings.
         """
         if self.source() is tensor and self.version == tensor._version:
             return
@@ -103,7 +98,6 @@ class Slot:
         self.source, self.version = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
-        """Make the next ``load`` copy its tensor, even if the buffer already holds its contents."""
         self.source = lambda: None
 
 
@@ -112,10 +106,9 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Return one slot per tensor, loaded with the tensor.
+    """Return one slot per tensor, loaded with it, and add new slots to ``slots``.
 
-    A slot that already holds the tensor is preferred, then a slot of the same layout whose last tensor was freed. Otherwise,
-    a new slot is made and added to ``slots``.
+    A slot that holds the tensor is preferred, then one of the same layout whose last tensor was freed.
     """
     taken: list[Slot] = []
     for tensor in tensors:

@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
         """Describe a call of ``layer``.
 
         Raises:
-            Unsupported: a graph cannot replay one of the arguments.
+            Unsupported: a graph cannot replay an argument.
         """
         tensors: list[Tensor] = []
         environment, config = Environment.current(), switch.config
@@ -79,7 +79,7 @@ class LayerCall(NamedTuple):
 
     @property
     def may_recompute(self) -> bool:
-        """Return whether graphs that keep no activations may run the call. They may in generation, and if the layer is checkpointed."""
+        """Return whether graphs without kept activations may run the call."""
         return not self.trains or self.layer.gradient_checkpointing
 
 
@@ -90,24 +90,23 @@ def is_in_checkpoint() -> bool:
 
 
 def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
-    """Return how this call of the layer is checkpointed, or None if its checkpoint function is not recognized."""
+    """Return how this call is checkpointed, or None if the checkpoint function is not recognized."""
     if static_cache is not None or not layer.gradient_checkpointing:
         return NOT_CHECKPOINTED
     return checkpoint_of(layer._gradient_checkpointing_func)
 
 
 def is_checkpointed_without_gradients(layer: Any) -> bool:
-    """Return whether transformers checkpoints the layer even without gradients, and therefore drops the cache of keys and values.
+    """Return whether transformers checkpoints the layer even without gradients, and therefore drops the cache.
 
-    Older releases of transformers checkpoint every call in training mode. Newer releases checkpoint only calls with
-    gradients.
+    Older releases do so in training mode.
     """
     kind: Any = sys.modules[LAYERS].GradientCheckpointingLayer
     return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
 
 
 def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
-    """Return the StaticCache that this call of a layer writes, after the name of the argument that holds it.
+    """Return the name of the argument that holds the StaticCache, and the StaticCache that this call writes.
 
     Return ("", None) if the call trains or has no StaticCache that graphs support.
     """
@@ -126,11 +125,7 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
 
 
 def why_not(layer: Any, args: tuple[Any, ...], checkpoint: Checkpoint | None, generates: bool) -> Reason | None:
-    """Return the Reason why this call of a decoder layer has to run eagerly, or None if a graph may replace it.
-
-    Args:
-        generates: whether the call writes a StaticCache.
-    """
+    """Return the Reason why this call has to run eagerly, or None. ``generates``: whether the call writes a StaticCache."""
     if not generates and (reason := why_not_trained(layer)) is not None:
         return reason
     if checkpoint is None:
@@ -158,10 +153,7 @@ def why_not_trained(layer: Any) -> Reason | None:
 
 
 def why_not_here() -> Reason | None:
-    """Return the Reason why no graph may replace a layer's call now, or None.
-
-    For example, a PyTorch mode is active, or there is a hook on all modules.
-    """
+    """Return the Reason why no graph may replace any call now, such as a PyTorch mode or a hook on all modules, or None."""
     if (watcher := context.watched()) is not None:
         return watcher
     collector: Any = sys.modules.get(COLLECTED)

@@ -45,7 +45,7 @@ def versions_of(tensors: list[Any]) -> list[int]:
 
 
 def nested(values: Any) -> Iterator[Any]:
-    """Yield the values, and recursively the items of all lists, tuples, sets and dicts among them."""
+    """Yield the values, and recursively the items of all containers among them."""
     for value in values:
         yield value
         if isinstance(value, (*CONTAINERS, tuple)):
@@ -53,13 +53,13 @@ def nested(values: Any) -> Iterator[Any]:
 
 
 def only_requires_gradient(hook: Any) -> bool:
-    """Return whether the hook does nothing but call ``requires_grad_``, as transformers' hook for gradient checkpointing does."""
+    """Return whether the hook only calls ``requires_grad_``, as transformers' does for checkpoints."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_names == ("requires_grad_",)
 
 
 def weak(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to the value, or a strong reference if the value's class allows no weak ones."""
+    """Return a weak reference, or a strong one if the value's class allows no weak one."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -73,8 +73,8 @@ def copy_of(namespace: Any) -> Any:
 class Fingerprint:
     """A record of a layer at its capture: modules, attributes, parameters, quant_states, hooks, code and addresses.
 
-    ``holds`` and ``is_in_place`` compare the layer with this record. Whole dicts are compared with ``==``, which is fast. The
-    record keeps the submodules and tensors alive, but not the layer itself.
+    Whole dicts are compared with ``==``, which is fast. The record keeps the submodules and tensors alive, but not the
+    layer.
     """
 
     def __init__(self, layer: nn.Module):
@@ -169,7 +169,6 @@ class Fingerprint:
         return [*map(of_tensor, self.floating), *map(strides, self.floating)]
 
     def is_in_place(self) -> bool:
-        """Return whether every tensor of the layer is still at the address that it had at the capture."""
         return addresses_of(self.tensors) == self.addresses
 
     def is_outdated(self) -> bool:
@@ -182,7 +181,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Return whether the layer is unchanged since the capture.
 
-        This does not compare the addresses of parameters and buffers, or the contents of tensors on the GPU.
+        Addresses, and contents of tensors on the GPU, are not compared.
         """
         layer = self.layer()
         if layer is None or any(self.empty):
@@ -214,7 +213,7 @@ class Fingerprint:
             return False
 
     def restore(self) -> None:
-        """Restore the contents that the layer's lists, dicts and sets had when this fingerprint was made."""
+        """Restore the contents of the layer's lists, dicts and sets."""
         before = {id(each): found for each, found in zip(self.watched, self.copies, strict=True)}
         for container in self.changing:
             found = before.get(id(container), type(container)())

@@ -18,8 +18,7 @@ from .refusal import Refusal
 def tensors_of(static_layer: Any) -> list[Tensor]:
     """Return the tensors that a StaticCache holds for one decoder layer.
 
-    For attention, these are the keys, the values and, in newer releases of transformers, the number of tokens. For linear
-    attention, they are the layer's states.
+    They are keys, values and, in newer releases, the number of tokens, or the states of linear attention.
     """
     values = [each for v in vars(static_layer).values() for each in (v.values() if type(v) is dict else (v,))]
     return [value for value in values if isinstance(value, Tensor)]
@@ -38,19 +37,14 @@ class DecodeStep(Work):
             return self.first_of(task.function(task.static_cache, self.x, self.buffers))
 
     def run(self) -> list[Tensor]:
-        """Run the forward once, and note in ``written`` the index of each layer of the static cache that the forward changed.
-
-        Return an empty list, because no tensor gets a gradient.
-        """
+        """Run the forward once, and add the index of each cache layer that it changed to ``written``. No gradients."""
         with self.undone():
             self.forward()
         return []
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the static cache's number of tokens after the ``with`` block.
-
-        The new keys and values stay in the static cache, because the first replay overwrites them with equal ones.
+        """Restore the static cache's number of tokens after the ``with`` block. The first replay overwrites keys and values.
 
         Raises:
             Refusal: the ``with`` block changes an attribute of the static cache.
@@ -76,10 +70,9 @@ class DecodeStep(Work):
 
 
 class GraphedForward(GraphedLayer):
-    """The CUDA graph of a decoder layer in generation.
+    """The CUDA graph of a layer's forward in generation, which writes keys and values into one StaticCache.
 
-    The graph runs the layer's forward without gradients, and writes the layer's keys and values into a StaticCache. Each
-    StaticCache needs new graphs, and transformers makes a StaticCache for each ``generate()``.
+    transformers makes a new StaticCache for each ``generate()``, which needs new graphs.
     """
 
     differentiable = False

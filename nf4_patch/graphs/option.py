@@ -1,7 +1,4 @@
-"""The option ``graphs="auto"``, which runs decoder layers as CUDA graphs.
-
-The option applies to training with gradient checkpointing, and to generation with a static cache.
-"""
+"""The option ``graphs="auto"``, for training with gradient checkpointing and for generation with a static cache."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ WAIT_FOR_PYTHON = (8, 0)  # GPUs from this compute capability upwards wait for P
 
 @dataclass(frozen=True)
 class GraphsStatus:
-    """The numbers of CUDA graphs and replays in this process, as ``status().graphs`` returns them."""
+    """The numbers of CUDA graphs and replays in this process."""
 
     mode: str = "off"
     layers: int = 0  # layers that have graphs

@@ -1,7 +1,7 @@
 """Find the functions that a layer runs, and tell code of installed libraries from code of the script or notebook.
 
-A CUDA graph repeats GPU work and runs no Python. The fingerprint records the Python state that library code reads. The state
-that a script's code reads (globals, closures, other objects) cannot be recorded, so a layer that runs such code is not captured.
+A CUDA graph runs no Python. The fingerprint records the Python state that library code reads. What a script's code reads
+(globals, closures, other objects) cannot be recorded, so a layer that runs such code is not captured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OURS = __package__.partition(".")[0]
 
 @functools.cache
 def roots_of(package: str) -> list[str]:
-    """Return the folders of a top-level package, or [] if no distribution installs it. An editable installation counts."""
+    """Return the folders of a top-level package, or [] if no distribution, editable or not, installs it."""
     try:
         installed = package == OURS or importlib.metadata.distribution(package) is not None
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -75,7 +75,6 @@ def is_of_library(kind: type) -> bool:
 
 
 def cells_of(function: FunctionType) -> list[Any]:
-    """Return the values that a closure captured."""
     found = []
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # the cell is empty
@@ -86,7 +85,7 @@ def cells_of(function: FunctionType) -> list[Any]:
 def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionType]:
     """Yield the functions that a call of ``value`` may run.
 
-    Also look inside methods, partials, decorated functions, closures and objects with ``__call__``.
+    They may be in methods, partials, closures, decorated functions and objects with ``__call__``.
     """
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (*PLAIN, Tensor, nn.Module, ModuleType)):
@@ -111,7 +110,7 @@ def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionT
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of all globals and attributes that a function uses. Functions defined inside it are included."""
+    """Yield the names of all globals and attributes that a function and its inner functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -121,12 +120,10 @@ def names_in(code: CodeType) -> Iterator[str]:
 class Code:
     """The functions that a layer may run.
 
-    The search starts with the modules' callable attributes and with their methods in CALLED, such as ``forward``. Each found
-    function leads to further functions, because the search looks up all names that it uses.
-
-    Names are looked up in the classes of the layer's modules, in the Python modules of these classes, and in
-    ``torch.nn.functional``. Python modules of the attention and experts functions that a config names are searched, too. So
-    is each module that another library's module holds under one of the names, such as ``bitsandbytes``.
+    The search starts with the modules' callable attributes and with their methods in CALLED, such as ``forward``. It
+    looks up all names that each found function uses: in the classes of the layer's modules, in the Python modules of
+    these classes and of the attention and experts functions that a config names, in ``torch.nn.functional``, and in each
+    module that another library's module holds under one of the names, such as ``bitsandbytes``.
     """
 
     def __init__(self, modules: list[nn.Module], configs: list[dict[str, Any]]):
@@ -168,10 +165,7 @@ class Code:
 
     @property
     def replaceable(self) -> list[Any]:
-        """The functions whose code or defaults a script or IPython's autoreload might replace.
-
-        A function that was freed appears as None.
-        """
+        """The functions whose code or defaults a script or autoreload might replace. None: freed."""
         return [*self.plain, *[function() for function in self.closures]]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
@@ -213,7 +207,7 @@ class Code:
         return [*functions]
 
     def names(self, name: str) -> bool:
-        """Return whether any of the layer's functions contains ``name`` as a variable, an attribute or a string."""
+        """Return whether the layer's code contains ``name``, also as a string."""
         return any(name in all_names(code) for code in self.codes)
 
 
@@ -221,7 +215,7 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 
 
 def is_fixed(module: str) -> bool:
-    """Return whether a Python module belongs to PyTorch, NumPy, nf4_patch or the standard library. No script changes these."""
+    """Return whether no script changes the module: PyTorch, NumPy, nf4_patch and the standard library."""
     package = module.partition(".")[0]
     return package in ("torch", "numpy", OURS) or package in sys.stdlib_module_names
 
@@ -251,14 +245,10 @@ def is_constant(value: Any) -> bool:
 
 
 def foreign(functions: list[FunctionType], attributes: list[Any], watched: set[int]) -> str:
-    """Return why the graphs of a layer would ignore changes of Python state, or "".
+    """Return why graphs of a layer would ignore changes of Python state, or "".
 
-    A reason is a function of the user's script, or an object in a callable attribute that may change.
-
-    Args:
-        functions: all functions that the layer runs.
-        attributes: the callable attributes of its modules.
-        watched: the ids of dicts whose contents the fingerprint compares.
+    The cause is a function of the user's script, or an object in a callable attribute whose ``__dict__`` is not in
+    ``watched``, the ids of dicts that the fingerprint compares.
     """
     for function in functions:
         if not is_library(function):
@@ -282,7 +272,7 @@ HOOKING = {"register_hook", "register_prehook", "retain_grad"}
 
 @contextlib.contextmanager
 def hooks_on_activations() -> Iterator[list[str]]:
-    """Yield a list that collects the names of all calls in the ``with`` block that put a hook on a tensor or an autograd node.
+    """Yield a list of the names of all calls in the ``with`` block that hook a tensor or an autograd node.
 
     Autograd cannot list its hooks, so Python's profiler observes the calls.
     """

@@ -8,10 +8,7 @@ from ..patching.reasons import Reason
 
 
 class Refused(NamedTuple):
-    """The Reason and the detail of a Refusal.
-
-    They are stored in place of the exception, which would keep its frames alive, and with them the model.
-    """
+    """The data of a Refusal. The exception itself would keep its frames alive, and with them the model."""
 
     reason: Reason
     detail: str

@@ -1,7 +1,6 @@
 """Sliding-window layers of transformers' StaticCache, which count their tokens on the host.
 
-A sliding layer runs differently once its window is full. So one graph is replayed before the window is full, and another
-graph afterwards. Each replay increases the number of tokens.
+One graph is replayed before a layer's window is full, another afterwards. Each replay increases the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ READERS = "get_seq_length", "get_mask_sizes"  # functions that return the number
 
 
 def length_of(static_layer: Any) -> int | None:
-    """Return the number of tokens that a layer of a StaticCache counts on the host, or None if the layer does not count there."""
+    """Return the number of tokens that a StaticCache's layer counts on the host, or None."""
     length = vars(static_layer).get(LENGTH)
     return length if isinstance(length, int) else None
 
@@ -30,7 +29,7 @@ def window_is_full(static_layer: Any) -> bool:
 
 
 def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Replace a sliding layer's ``update``. In a full window, drop the oldest token and append the new one."""
+    """Replace a sliding layer's ``update``. In a full window, drop the oldest token."""
     if not window_is_full(static_layer) or key_states.shape[-2] != 1:
         return type(static_layer).update(static_layer, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
     static_layer.cumulative_length_int += 1
@@ -42,7 +41,7 @@ def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any
 
 @functools.cache
 def rolls_alike(kind: Any) -> bool:
-    """Run ``roll`` and the installed transformers' ``update`` on a CPU. Return whether their results are equal."""
+    """Return whether ``roll`` and the installed transformers' ``update`` have equal results on a CPU."""
     try:
         theirs, ours = (kind(max_cache_len=3, sliding_window=3) for _ in range(2))
         for new in torch.arange(24.0).view(6, 1, 2, 1, 2):
@@ -62,7 +61,7 @@ def rolls_alike(kind: Any) -> bool:
 def rolling(static_cache: Any) -> Iterator[list[str]]:
     """Replace the ``update`` of full windows by ``roll`` inside the ``with`` block.
 
-    Yield a list, to which each function that reads a window's length on the host adds its name.
+    Yield a list of the functions that read a window's length on the host there, by name.
     """
     read: list[str] = []
     sliding = [layer for layer in static_cache.layers if length_of(layer) is not None]

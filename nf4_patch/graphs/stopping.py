@@ -1,8 +1,8 @@
 """Read the stop flag of ``generate()`` one token late, so that the host does not wait for the GPU at each token.
 
-transformers' class ``DeferredStopCheck`` does this, but only on Apple's GPUs. It computes one token too many and drops this
-token. This module also enables the class if the decode steps are CUDA graphs. Afterwards, the random generator is reset to
-its state before the dropped token, so that later random numbers do not change.
+transformers' class ``DeferredStopCheck`` does this on Apple's GPUs only. It drops the one token too many. This module
+enables the class if the decode steps are CUDA graphs, and then resets the random generator to its state before the
+dropped token.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ AT_EACH_TOKEN = "prepare_inputs_for_generation", "_update_model_kwargs_for_gener
 class Sample:
     """One call of transformers' ``GenerationMixin._sample``.
 
-    Args:
-        is_plain: whether only transformers' code reads the tokens, so that nobody sees the dropped one.
+    ``is_plain``: only transformers' code reads the tokens, so that nobody sees the dropped one.
     """
 
     def __init__(self, is_plain: bool):
@@ -52,11 +51,9 @@ class Sample:
             self.steps += 1
 
     def finished(self, tokens: Tensor, prompt: int) -> Tensor:
-        """Return the tokens of ``_sample``. If a token was dropped, undo its random numbers and free its memory.
+        """Return the result of ``_sample``. If a token was dropped, undo its random numbers and free its memory.
 
-        Args:
-            tokens: the result of ``_sample``.
-            prompt: the length of the prompt.
+        ``prompt`` is the length of the prompt.
         """
         if self.generator is None or tokens.shape[1] - prompt > self.steps:
             return tokens

@@ -1,8 +1,7 @@
-"""Find out whether another thread of the process might use the GPU.
+"""Find out whether another thread of the process might use the GPU, which a capture would make fail.
 
-A capture of a CUDA graph would make such a thread fail. The reason is that the GPU's random generator in PyTorch and
-``torch.cuda.synchronize`` belong to the whole process. PyTorch does not say which threads use the GPU, so this module reads
-their stacks.
+The GPU's random generator in PyTorch and ``torch.cuda.synchronize`` belong to the whole process. PyTorch does not say
+which threads use the GPU, so this module reads their stacks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ INSTALLED = tuple({os.path.join(os.path.realpath(path), "") for path in sysconfi
 
 @functools.lru_cache(maxsize=4096)  # keyed by file, because equal code objects may come from different files
 def is_installed(file: str) -> bool:
-    """Return whether a function's file belongs to Python or to an installed library."""
     return file.startswith("<frozen ") or os.path.realpath(file).startswith(INSTALLED)
 
 
 def may_use_gpu(frame: FrameType) -> bool:
-    """Return whether a running function may use the GPU: a function of the user, or of a module that imports PyTorch."""
+    """Return whether a running function is the user's, or in a module that imports PyTorch."""
     if not is_installed(frame.f_code.co_filename):
         return True
     namespace = frame.f_globals

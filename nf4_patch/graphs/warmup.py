@@ -23,7 +23,7 @@ RUNS = 3  # Some code waits for the GPU only at its first use, and another threa
 
 
 class HostGenerators:
-    """The states of the random generators of the host: Python's, NumPy's and PyTorch's for the CPU."""
+    """The states of the host's random generators: Python's, NumPy's, and PyTorch's for the CPU."""
 
     def __init__(self) -> None:
         self.numpy: Any = sys.modules.get("numpy.random")
@@ -31,7 +31,7 @@ class HostGenerators:
         self.of_numpy: Any = self.numpy and self.numpy.get_state()
 
     def moved(self, apart_from: Any = None) -> bool:
-        """Return whether a generator other than ``apart_from`` was used since this object was made."""
+        """Return whether a generator other than ``apart_from`` was used since."""
         if self.numpy:
             name, keys, *rest = self.of_numpy
             now, keys_now, *rest_now = self.numpy.get_state()
@@ -49,7 +49,7 @@ class HostGenerators:
 
 
 def others_draw(seconds: float) -> bool:
-    """Sleep, and return whether another thread drew random numbers on the host meanwhile."""
+    """Return whether another thread draws random numbers while this one sleeps."""
     before = HostGenerators()
     time.sleep(seconds)
     return before.moved()
@@ -62,10 +62,8 @@ class Marker:
 class Leftovers:
     """Finds tensors of a run that stay alive after it, such as an auxiliary loss that a router appends to a list.
 
-    A replay would not append the loss, and no user can call ``backward()`` through the loss of a warm-up.
-
-    Args:
-        inputs: the leaf tensors that the run begins with.
+    A replay would not append the loss, and no user can call ``backward()`` through a warm-up. ``inputs`` are the run's
+    leaves.
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -76,7 +74,6 @@ class Leftovers:
         self.markers = [weakref.ref(marker) for marker in markers]
 
     def found(self) -> bool:
-        """Return whether a tensor of the run is still alive."""
         self.nodes.clear()
         if not any(marker() for marker in self.markers):
             return False
@@ -84,7 +81,7 @@ class Leftovers:
         return any(marker() for marker in self.markers)
 
     def remove(self) -> None:
-        """Remove the run's tensors that are still alive from the lists that hold them."""
+        """Remove the run's living tensors from the lists that hold them."""
         markers = {id(marker()) for marker in self.markers}
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.requires_grad]
         for tensor in tensors:
@@ -107,7 +104,7 @@ def ancestors(result: Tensor) -> Iterator[Any]:
 
 
 class LayerState:
-    """A snapshot of a layer's attributes and buffers before a run. It also holds the versions of the ``static`` buffers."""
+    """A snapshot of a layer's attributes and buffers, and of the versions of the ``static`` buffers, before a run."""
 
     def __init__(self, layer: nn.Module, fingerprint: Fingerprint, static: Sequence[Tensor]):
         self.fingerprint, self.modules = fingerprint, list(layer.modules())
@@ -138,7 +135,7 @@ class LayerState:
 
 
 def warm_up(recorder: Recorder, work: Any) -> bool:
-    """Run the work before it is recorded, so that allocations and compilations at first use stay out of the graphs.
+    """Run the work before it is recorded, so that its first allocations and compilations stay out of the graphs.
 
     Return whether the layer draws random numbers on the GPU.
 

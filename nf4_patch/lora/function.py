@@ -1,9 +1,8 @@
-"""One autograd function for a 4-bit linear layer with LoRA.
+"""One autograd function for a 4-bit linear layer with LoRA, whose forward computes only LoRA's product.
 
-The forward computes only LoRA's product. The caller then adds the base product, x times the base weight, in place. The base
-product takes most of the time. It runs without autograd, so no tensor is saved for it. A checkpoint's recompute stops at the
-last saved tensor, so it skips the base product of the last layer in the checkpoint. The backward computes all gradients,
-including the base product's part of x's gradient.
+The caller then adds the base product in place, without autograd, so that no tensor is saved for this product, which takes
+most of the time. A checkpoint's recompute stops at the last saved tensor, so it skips the base product of the last layer
+in the checkpoint. The backward computes all gradients, including the base product's part of x's gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, in a tenth of the time if the tensor has this dtype already."""
+    """Return ``tensor.to(dtype)``, in a tenth of the time if the dtype stays the same."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -40,15 +39,15 @@ class Factors:
         self.a, self.b, self.scale = a, b, scale
 
     def inner(self, z: Tensor) -> Tensor:
-        """Return z @ A.T, [rows, rank]. z is LoRA's input, [rows, in]."""
+        """Return z @ A.T, [rows, rank], for z [rows, in]."""
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """Return y + scale * inner @ B.T, [rows, out]. The result might be written into y."""
+        """Return y + scale * inner @ B.T, [rows, out], maybe written into y."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """Return scale * gradient @ B, [rows, rank], the gradient with respect to ``inner``, for a gradient [rows, out]."""
+        """Return scale * gradient @ B, [rows, rank], for a gradient [rows, out]."""
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
@@ -64,8 +63,7 @@ class Factors:
 class WideFactors(Factors):
     """Factors in fp32. Tensor cores multiply them by bf16 matrices at fp32 precision.
 
-    ``inner_gradient`` returns an fp32 gradient that is not yet multiplied by the scale. ``gradient_of_a`` and
-    ``gradient_of_z`` multiply by the scale.
+    ``gradient_of_a`` and ``gradient_of_z`` multiply by the scale, not ``inner_gradient``, whose result is fp32.
     """
 
     def inner(self, z: Tensor) -> Tensor:
@@ -93,8 +91,8 @@ Adapter = tuple[type[Factors], float, bool]  # Factors or WideFactors, the scale
 class Once(PlainFunction):
     """Returns the first ``count`` of ``tensors``. Its backward raises an error, because it would be a second derivative.
 
-    PyTorch's ``once_differentiable`` is not connected to the tensors of the forward, so ``torch.autograd.grad`` could leave
-    second derivatives out without an error.
+    ``once_differentiable`` is not connected to the forward's tensors, so ``torch.autograd.grad`` could leave second
+    derivatives out without an error.
     """
 
     @staticmethod
@@ -107,9 +105,9 @@ class Once(PlainFunction):
 
 
 class LoraProduct(PlainFunction):
-    """Add the product scale * z @ A.T @ B.T of each adapter to y, [rows, out].
+    """Add scale * z @ A.T @ B.T of each adapter to y, [rows, out].
 
-    The caller adds the base product to the result, so the backward includes the base product's gradient.
+    The backward includes the gradient of the base product, which the caller adds.
     """
 
     @staticmethod
@@ -125,11 +123,10 @@ class LoraProduct(PlainFunction):
 
         Args:
             x: [rows, in], in the dtype of the base product.
-            y: None, a bias [out], or a tensor [rows, out]. A tensor [rows, out] might be overwritten, so it is allowed only if
-                nothing requires a gradient.
+            y: None, a bias [out], or [rows, out], which might be overwritten, so that nothing may require a gradient.
             dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.
-            tensors: z [rows, in], A [rank, in] and B [out, rank] of each adapter. z is None if it is x.
+            tensors: z [rows, in], or None if it is x, A [rank, in] and B [out, rank] of each adapter.
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()

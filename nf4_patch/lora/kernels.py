@@ -1,7 +1,7 @@
 """Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, at fp32 precision.
 
-Each fp32 number is split into three bf16 numbers. A product of two bf16 numbers is exact in fp32, but tensor cores add less
-precisely. So tensor cores add only the products of one tile, the smallest first. The sums of the tiles are added in fp32.
+Each fp32 number is split into three bf16 numbers. Products of two bf16 numbers are exact in fp32, but tensor cores add
+less precisely. So they add only the products of one tile, the smallest first. The sums of the tiles are added in fp32.
 
     x, addend, out: bf16 [rows, width]. inner: fp32 [rows, rank].
     factor: fp32 [rank, width] if WIDE, otherwise fp32 [width, rank].
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """Round fp32 x to the precision of bf16. A cast is not used, because it would truncate in Triton's interpreter."""
+    """Round fp32 x to the precision of bf16. Triton's interpreter would truncate in a cast."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def product(a, b):
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Return the offset of an element of the factor, at ``column`` along the width and ``r`` along the rank."""
+    """Return the offset of the factor's element at ``column`` along the width and ``r`` along the rank."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:

@@ -20,9 +20,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
-    """How many rows and columns a program multiplies at a time, and how many stages Triton's software pipeline has.
+    """Rows and columns that a program multiplies at a time, and stages of Triton's software pipeline.
 
-    The values were chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
+    Chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
     """
 
     rows: int
@@ -35,7 +35,7 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 
 @functools.cache
 def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
-    """Return a kernel's constexprs in the order of its signature. ``flags`` are WIDE and, for expand_kernel, ADD."""
+    """Return a kernel's constexprs, in order. ``flags`` are WIDE and, for expand_kernel, ADD."""
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
     return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
@@ -51,7 +51,7 @@ def compile_kernels(rank: int, device: torch.device) -> None:
     """Compile every kernel for this rank.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
+        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
     """
     x, narrow = (torch.empty(16, dtype=dtype, device=device) for dtype in (BF16, FP32))
     sizes = 2, WIDTH_UNIT, rank
@@ -76,10 +76,9 @@ def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Split a sum over ``steps`` tiles so that every multiprocessor has work. Return the number of parts, and the tiles per part.
+    """Split a sum over ``steps`` tiles into parts, so that every multiprocessor has work.
 
-    Args:
-        programs: the number of programs that compute one part.
+    Return the number of parts and the tiles per part.
     """
     wanted = -(-2 * runtime.multiprocessors(device) // programs)
     each = max(-(-steps // wanted), min(steps, 2))
@@ -93,9 +92,7 @@ def summed(found: Tensor) -> Tensor:
 def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
     """Return x @ factor, fp32 [rows, rank].
 
-    Args:
-        x: bf16 [rows, width].
-        factor: fp32 [width, rank], or its transpose if ``wide``.
+    x is bf16 [rows, width], and factor fp32 [width, rank], transposed if ``wide``.
     """
     (rows, width), rank = x.shape, factor.shape[0 if wide else 1]
     tile, blocks = TILES["project_kernel"], -(-rank // LARGEST_RANK)
@@ -110,12 +107,8 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
 def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tensor | None) -> Tensor:
     """Return scale * inner @ factor + addend, bf16 [rows, width], rounded once.
 
-    The result is a new tensor, because a dispatch mode might hold the addend.
-
-    Args:
-        inner: fp32 [rows, rank].
-        factor: fp32 [rank, width] if ``wide``, otherwise its transpose.
-        addend: bf16 [rows, width], or None.
+    The result is a new tensor, because a dispatch mode might hold the addend. inner is fp32 [rows, rank], and factor fp32
+    [rank, width] if ``wide``, otherwise its transpose.
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
     tile = TILES["expand_kernel"]
@@ -136,11 +129,9 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tens
 
 
 def correlate(x: Tensor, inner: Tensor, wide: bool, scale: float) -> Tensor:
-    """Return scale * x.T @ inner, fp32 [width, rank], or its transpose if ``wide``.
+    """Return scale * x.T @ inner, fp32 [width, rank], transposed if ``wide``.
 
-    Args:
-        x: bf16 [rows, width].
-        inner: fp32 [rows, rank].
+    x is bf16 [rows, width], and inner fp32 [rows, rank].
     """
     (rows, width), rank = x.shape, inner.shape[1]
     tile, blocks = TILES["correlate_kernel"], -(-rank // LARGEST_RANK)

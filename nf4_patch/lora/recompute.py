@@ -1,8 +1,6 @@
 """Record the decisions in the forward of a non-reentrant checkpoint, so that the recompute repeats them.
 
-A decision is whether peft's forward or nf4_patch's function runs. The two save different tensors, so forward and recompute
-must run the same one. Without the record, a hook or FlopCounterMode that is active only during the forward would change the
-decision.
+Otherwise, a hook or FlopCounterMode that is active only during the forward would change the decision.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ NAME = "nf4_patch_lora"
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
     """Return a list, to which the caller appends its Decision, and the Decision that the caller has to repeat.
 
-    In a recompute, the second value is the forward's Decision for the same call. In a forward, it is None. If ``pack``, the
-    current pack hook, does not belong to a checkpoint, return None instead of the pair.
+    The second value is the forward's Decision for the same call, or None in a forward. Return None instead of the pair if
+    ``pack``, the current pack hook, belongs to no checkpoint.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):

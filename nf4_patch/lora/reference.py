@@ -9,7 +9,6 @@ FP64 = torch.float64
 
 
 def narrow(factor: Tensor, wide: bool) -> Tensor:
-    """Return the factor as [width, rank]."""
     return factor.t() if wide else factor
 
 

@@ -1,8 +1,8 @@
 """The fused matmul with a LoRA adapter, which computes x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
-The first launch computes scale * x @ A.T. It splits K into parts, and writes an fp32 sum for each part, without atomics. The
-second launch is the fused matmul. It also adds up the sums of the parts in order and multiplies the total by B. This product
-is added to the fp32 sums of the fused matmul, so that the result is rounded only once.
+The first launch computes the inner product. It splits K into parts, and writes an fp32 sum for each part, without
+atomics. The second, the fused matmul, adds these sums up in order and multiplies them by B, in fp32, so that the result
+is rounded only once.
 """
 
 from __future__ import annotations
@@ -34,24 +34,18 @@ Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A [rank, K], B [N, rank] a
 
 
 def layout_of(a: torch.Tensor) -> AdapterLayout:
-    """Return the layout of an adapter (rank, precision and number of parts of K), given A [rank, K]."""
+    """Return the layout of an adapter with A [rank, K]."""
     rank, k = a.shape
     return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
 
 
 def span_of(k: int) -> int:
-    """Return the number of columns of x in each of the parts into which the first launch splits K."""
+    """Return the columns of x in each part of K."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
 def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels can add an adapter's product for m rows of x.
-
-    Only shapes, dtypes and devices are checked, not addresses.
-
-    Args:
-        a, b: the adapter's A [rank, K] and B [n, rank].
-    """
+    """Return whether the kernels support shapes, dtypes and devices of x with m rows, A [rank, K] and B [n, rank]."""
     if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
         return False
     rank, k = a.shape
@@ -85,16 +79,13 @@ def why_not(
 
 
 def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
-    """Return the properties of x and the adapter that are part of a LoraLaunch's key."""
+    """Return the part of a LoraLaunch's key that depends on x and the adapter."""
     a, b, _ = adapter
     return x.dtype, a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read ``factor``, which is the adapter's A or B.
-
-    A readable factor is contiguous, 16-byte aligned and not lazily negated, and its storage holds all its elements.
-    """
+    """Return whether the kernels can read this A or B, which lazy negation and freed memory prevent."""
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16
@@ -104,7 +95,7 @@ def is_readable(factor: torch.Tensor) -> bool:
 
 
 def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
-    """Return the constexpr arguments of the first launch's kernel for x [m, k], without DEPENDENT."""
+    """Return the constexprs of the first launch's kernel for x [m, k], without DEPENDENT."""
     power = triton.next_power_of_2
     return {
         "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),
@@ -116,7 +107,7 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
     """Return the compiled kernel of the first launch, for x [m, k] in bf16.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
+        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
     """
     dependent = (
         runtime.capability_of(device) >= (9, 0)
@@ -131,10 +122,7 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
 
 
 class LoraLaunch(MatmulLaunch):
-    """The two launches for one weight, one shape of x and one layout of the adapter.
-
-    A, B and the scaling are arguments of each call.
-    """
+    """The two launches for one weight, one shape of x and one layout of adapters. Each call passes its adapter."""
 
     def __init__(
         self, inner: KernelEntry, kernel: small_m.SmallMKernel, layout: AdapterLayout, x: torch.Tensor, weight: PackedWeight,
@@ -152,10 +140,8 @@ class LoraLaunch(MatmulLaunch):
     def add(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
         """Multiply x by the weight, and add the adapter's product.
 
-        Args:
-            x: a tensor with the shape, dtype and device of the x that was passed to ``resolve``.
-            a, b: A [rank, K] and B [N, rank], with the same layout as the A that was passed to ``resolve``.
-                ``is_readable`` must be True for both.
+        x must have the shape, dtype and device, and A and B the layout, that ``resolve`` got. ``is_readable`` must be
+        True for A and B.
         """
         device = self.device
         if runtime.current_device() != device:
@@ -188,12 +174,12 @@ _kernels: dict[tuple[Any, ...], tuple[KernelEntry, small_m.SmallMKernel]] = {}
 def resolve(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig, a: torch.Tensor
 ) -> LoraLaunch:
-    """Return the LoraLaunch for this weight, for any x of this shape and any adapter with the layout of ``a``.
+    """Return the LoraLaunch for this weight, any x of this shape and any adapter with the layout of ``a``.
 
     The caller must have checked ``launch.supports`` and ``supports``.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
+        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
     """
     n, k = weight.shape
     m, layout = x.numel() // k, layout_of(a)

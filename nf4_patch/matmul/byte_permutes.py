@@ -1,10 +1,9 @@
 """PTX that decodes NF4 with byte permutes (the instruction prmt) instead of a table in memory.
 
-A weight can have one of 16 values within its quantization block. The weight's nibble (4 bits) is the index of its value.
-First, the block's 16 values are rounded to 16 bits. Four registers hold the low bytes of the values, and four registers hold
-the high bytes. For the low byte of a weight, the three low bits of the nibble select one byte from values 0 to 7 and one byte
-from values 8 to 15. The highest bit of the nibble then selects one of these two bytes. The high byte is found in the same
-way. Rounding and sorting the 16 values takes 32 instructions. Decoding takes 2.6 instructions per weight.
+The 16 values that a weight can have within its quantization block are rounded to 16 bits. Four registers hold their low
+bytes, four their high bytes. The three low bits of a weight's nibble select the low byte of one of values 0 to 7 and of
+one of values 8 to 15, and the highest bit selects one of these two. High bytes are found in the same way. Rounding and
+sorting the 16 values takes 32 instructions. Decoding takes 2.6 per weight.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ def vector(prefix: str, first: int, count: int) -> str:
 
 
 def round_codes(scale: str, dtype: str) -> list[str]:
-    """Return PTX that computes the 16 values of a quantization block and sorts their bytes into the registers low and high.
+    """Return PTX for sm_80 or newer that rounds the block's values, code0 to code15 times ``scale``, to ``dtype``.
 
-    The values are code0 to code15 times ``scale``, rounded to ``dtype``. The PTX needs sm_80 or newer.
+    It sorts their bytes into the registers low and high.
     """
     lines = []
     for i in range(8):

@@ -1,8 +1,4 @@
-"""Choose the config of the fused matmul for a size, which is the number of rows of x and the shape of the weight.
-
-The config comes from the shipped table. On a GPU without a table, each process measures a size at its first use. Within
-a process, the choice for a size never changes.
-"""
+"""Choose the config of the fused matmul for a size: from the shipped table, or by a measurement at the size's first use."""
 
 from __future__ import annotations
 
@@ -40,13 +36,9 @@ _thread = Thread()
 
 
 def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) -> SmallMConfig | None:
-    """Return the config for x [m, k] and a weight [n, k] on this GPU, or None if the fused matmul is not faster.
+    """Return the config for x [m, k], or None if nothing is faster.
 
-    The answer never changes within a process, so that the recompute of a checkpoint gets the same answer as its forward.
-
-    Args:
-        may_measure: whether a new measurement is allowed. If not, and there is neither a shipped table nor an earlier
-            measurement, the answer is None.
+    Fixed per process, so that a recompute agrees with its forward.
     """
     if m > LARGEST_M or device < 0:  # PyTorch's index of the CPU is -1
         return None
@@ -67,9 +59,9 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
 
 
 def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
-    """Return the config from the shipped table or, on a GPU without a table, the config that a measurement found.
+    """Return the config from the shipped table or, on a GPU without one, from a measurement for the range of row counts.
 
-    A measurement is valid for its whole range of row counts. If there is none and none can be made now, return None.
+    Return None if there is no measurement and none can be made now.
     """
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     if has_table(capability):
@@ -91,10 +83,7 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
 
 
 def measured_apart(*arguments: Any) -> Measurement | None:
-    """Call ``measure`` in a new thread, where autocast, modes and private memory pools of this thread do not apply.
-
-    Return None if the kernel cannot be compiled or the GPU has too little memory.
-    """
+    """Call ``measure`` in a new thread, where autocast, modes and private memory pools of this thread do not apply."""
     with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
         try:
             return pool.submit(measure, *arguments).result()
@@ -103,7 +92,6 @@ def measured_apart(*arguments: Any) -> Measurement | None:
 
 
 def has_table(capability: tuple[int, int]) -> bool:
-    """Return whether the shipped table has configs for GPUs of this compute capability."""
     return any(row.capability == capability for row in SMALL_M_ROWS)
 
 
@@ -114,7 +102,7 @@ def can_measure() -> bool:
 
 
 def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
-    """Return the configs to measure on a GPU without a shipped table: those for an H100 and those for a T4."""
+    """Return the configs to measure on a GPU without a table: those for an H100 and those for a T4."""
     tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
     found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
     return list(dict.fromkeys(config for config in found if config is not None))
@@ -125,5 +113,4 @@ def status_of(key: tuple[int, int, int, int], found: Measurement) -> MatmulStatu
 
 
 def report() -> tuple[MatmulStatus, ...]:
-    """Return the results of all measurements of this process."""
     return tuple(status_of(key, found) for key, found in list(measurements.items()))

@@ -15,7 +15,7 @@ def matmul_4bit_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x by the packed weight with the PTX of ``small_m_ptx.program``, which documents the operands."""
+    """Run the PTX of ``small_m_ptx.program``, which documents the operands."""
     tl.inline_asm_elementwise(
         PTX, CONSTRAINTS,
         [
@@ -36,7 +36,7 @@ def matmul_4bit_lora_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k, inner, b,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x by the packed weight and add a LoRA adapter's product, with the PTX of ``small_m_ptx.program``."""
+    """Run the PTX of ``small_m_ptx.program`` for a weight with an adapter."""
     tl.inline_asm_elementwise(
         PTX, LORA_CONSTRAINTS,
         [
@@ -53,13 +53,10 @@ def lora_inner_kernel(
     x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first product of a LoRA adapter, scale * x @ a.T, in parts.
+    """Compute out[i] = scale * x @ a.T over part i, SPAN columns of K, in program i.
 
-    K is split into parts of SPAN columns. Program i multiplies part i and writes the product to out[i].
-    matmul_4bit_lora_kernel adds up the parts.
-
-    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH]. The columns
-    of out after the first RANK columns are zeros. BLOCK is a power of two, at least WIDTH.
+    x: bf16 [m, K], m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH], with zeros after
+    RANK columns. BLOCK is a power of two, at least WIDTH. matmul_4bit_lora_kernel adds up the parts.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -84,11 +81,9 @@ def lora_inner_kernel(
 
 @triton.jit(do_not_specialize=["total", "n"])
 def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the partial sums of a matmul with split K: out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]).
+    """Compute out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in this order in fp32, rounded once to out's dtype.
 
-    The sums are added in this order in fp32, and rounded once to out's dtype. Each program computes BLOCK elements.
-
-    part: fp32 [SPLIT_K, total]. out: [M, n], with M * n = total elements. bias: [n], read only if BIAS.
+    part: fp32 [SPLIT_K, total]. out: [M, n]. bias: [n], read only if BIAS. Each program computes BLOCK elements.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < total

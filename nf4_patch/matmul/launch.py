@@ -1,7 +1,4 @@
-"""Launch the fused matmul, which computes X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight.
-
-This module looks up a config, checks whether the kernel supports the operands, and launches the kernel.
-"""
+"""Launch the fused matmul, which computes X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight."""
 
 from __future__ import annotations
 
@@ -21,15 +18,9 @@ STEP = 16  # K is a multiple of this
 def first_config(
     rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """Look up the config for ``m`` rows of X and an [n, k] weight. Return None if the table has no entry for this size.
+    """Return the config of the first entry in ``rows`` whose limits allow this size, or None.
 
-    Use the first table entry whose limits allow this size. Among entries with the same limits, use the config that keeps
-    the most multiprocessors busy.
-
-    Args:
-        rows: the entries of the table.
-        capability: the GPU's compute capability.
-        processors: the GPU's number of multiprocessors.
+    Of entries with the same limits, choose the one that keeps the most ``processors`` (multiprocessors) busy.
     """
     fitting = [r for r in rows if r.capability == capability and m <= r.max_m and k <= r.max_k and n >= r.min_n]
     if not fitting:
@@ -41,22 +32,12 @@ def first_config(
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """Look up the config for ``m`` rows of X and an [n, k] weight in the shipped table, SMALL_M_ROWS.
-
-    Return None if dequantize + matmul is faster, or if the table has no entry for this GPU and size.
-
-    Args:
-        processors: the GPU's number of multiprocessors.
-    """
+    """Return the shipped table's config, or None if it has none or dequantize + matmul is faster."""
     return first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
 
 
 def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
-    """Return whether an [n, k] weight is large enough for the fused matmul to be faster with ``m`` rows of X.
-
-    Args:
-        least: fewest elements of the weight, by number of rows. An entry applies if X has more rows than this number.
-    """
+    """Return whether the weight is large enough. More than ``rows`` rows need ``least[rows]`` elements."""
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
@@ -81,17 +62,10 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 class MatmulLaunch:
-    """Multiplies any x of one shape by one weight.
+    """Multiplies any x [..., K] of one shape in fp16 or bf16 by one weight [N, K], and adds a bias [N] in x's dtype.
 
-    A launch stores the compiled kernels and all their arguments except x and out. The addresses of the weight and the
-    bias are plain integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint and the
+    Addresses are plain integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint and the
     bias's address stay the same.
-
-    Args:
-        kernel: the kernels that were compiled for these operands.
-        x: an example [..., K] in fp16 or bf16.
-        weight: the weight [N, K].
-        bias: [N], in x's dtype.
     """
 
     def __init__(
@@ -116,17 +90,14 @@ class MatmulLaunch:
         self.counter: Any = None  # hit counter, set by the caller
 
     def accepts(self, x: torch.Tensor, out: Any) -> bool:
-        """Return whether the kernels can write to ``out``.
-
-        ``out`` has to have the result's shape, dtype and device, be contiguous, and overlap no operand.
-        """
+        """Return whether ``out`` fits the result and overlaps no operand."""
         fits = runtime.fits(out, self.shape, self.dtype, self.device)
         return fits and not runtime.overlap((runtime.span(x), *self.spans), *runtime.span(out))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply x, which has the shape, dtype and device that this launch was resolved for.
+        """Multiply x into ``out`` or a new tensor.
 
-        Write the result to ``out`` and return ``out``. If ``out`` is None, return a new tensor.
+        x must have the shape, dtype and device that this launch was resolved for.
         """
         device = self.device
         if runtime.current_device() != device:
@@ -154,12 +125,11 @@ _kernels: dict[tuple[Any, ...], small_m.SmallMKernel] = {}
 def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
     """Return the launch that multiplies every x of this shape by this weight, with fp32 accumulation.
 
-    The kernel decodes the weight to x's dtype and ignores ``weight.dtype``. The decoded weight is bit-identical to that
-    of dequantize. Results are deterministic, because the sums of warps and of parts of K are added in a fixed order.
-    Call :func:`supports` first, because this function does not check the operands.
+    The weight is decoded to x's dtype, not ``weight.dtype``, bit-identically to dequantize. Results are deterministic,
+    because sums are added in a fixed order. Call :func:`supports` first.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
+        KernelUnavailable: the kernel cannot be compiled, or not during a CUDA graph capture.
     """
     n, k = weight.shape
     m = x.numel() // k

@@ -1,10 +1,8 @@
 """The custom op nf4_patch::matmul_lora_4bit, which compiled code calls for the fused matmul with a LoRA adapter.
 
-Eager calls use ``FusedMatmul.run``.
-
-Results are as accurate as peft's, but not bit-identical. The products of the base layer and the adapter are added in
-fp32, and their sum is rounded once. Each call reads A, B and the scaling, so a call after an optimizer step
-uses the new adapter.
+Eager calls use ``FusedMatmul.run``. Results are as accurate as peft's, but not bit-identical, because base and adapter
+product are added in fp32 and rounded once. Each call reads A, B and the scaling, so a call after an optimizer step uses
+the new adapter.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ fused = FusedMatmul(NAME)
 
 
 def kernel(x: Tensor, *fields: Any) -> Tensor:
-    """Run the op matmul_lora_4bit. If the kernels cannot run, dequantize the weight and use PyTorch operators.
+    """Run the op, or PyTorch operators if the kernels cannot run.
 
-    A compiled graph cannot fall back to the library's original function, because it contains only the op.
+    A compiled graph holds only the op, not the library's original function.
     """
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
@@ -46,10 +44,7 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
 
 
 def fake(x: Tensor, *fields: Any) -> Tensor:
-    """Return an empty tensor with the shape and dtype of the op's result, for tracing with fake tensors.
-
-    If the kernels do not support the operands, return a bool tensor. Its length is the index of the Reason in ``op.REASONS``.
-    """
+    """Return an empty result, or a bool tensor whose length is the index of the Reason in ``op.REASONS``."""
     *packed, bias, a, b, scale = fields
     weight = op.given(*packed)
     ignore = (Reason.TENSOR_SUBCLASS,)  # every tensor is a FakeTensor here
@@ -69,10 +64,6 @@ if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload mus
 def traced(
     x: Tensor, fields: tuple[Any, ...], bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor | Reason:
-    """Call the op from code that Dynamo traces. Return the result of the op, or the Reason for a fallback.
-
-    Args:
-        fields: the fields of a PackedWeight, in the order of the op's schema.
-    """
+    """Call the op from code that Dynamo traces, with the fields of a PackedWeight in the order of the op's schema."""
     result: Tensor = torch.ops.nf4_patch.matmul_lora_4bit(x, *fields, bias, a, b, scale)
     return op.REASONS[result.shape[0]] if result.dtype is torch.bool else result

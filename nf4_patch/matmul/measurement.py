@@ -39,7 +39,7 @@ DEQUANTIZE = "dequantize + matmul"
 
 
 class Measurement(NamedTuple):
-    """The config that won a measurement, if any, and the times that were compared."""
+    """The config that won a measurement, and all times."""
 
     config: SmallMConfig | None  # None if the fused matmul is not faster
     us: Mapping[str, float]  # median GPU time in us, by the name of the timed function
@@ -59,18 +59,13 @@ def measure(
     device: int, first: int, last: int, n: int, k: int, configs: Iterable[SmallMConfig],
     originals: Mapping[str, Callable[..., Any]],
 ) -> Measurement | None:  # fmt: skip
-    """Measure whether a config of the fused matmul is faster than the original functions, for a weight [n, k].
+    """Check each config's results. Then time the correct configs, the originals, and dequantize + matmul, for a weight [n, k].
 
-    First check the results of each config, then time the correct configs, the originals, and dequantize + matmul.
+    The result applies to every row count from ``first`` to ``last``, because more rows never take less time. Configs are
+    timed with ``last`` rows, where they are slowest. The other functions are also timed with ``first`` rows, where they
+    are fastest. ``winner`` says which config is faster than all of them.
 
-    The result applies to every row count from ``first`` to ``last``, because more rows never take less time. The
-    configs are timed with ``last`` rows, where they are slowest. The originals, and dequantize + matmul, are also timed
-    with ``first`` rows, where they are fastest. A config wins if its median time is below all times of these functions
-    (see ``winner``).
-
-    Returns:
-        The measurement, or None if the GPU has too little free memory, the host was too slow to time anything, or no
-        config gives right results.
+    Return None if the GPU has too little free memory, the host was too slow to time anything, or no config is right.
 
     Raises:
         KernelUnavailable: the dequantization kernel cannot be compiled.
@@ -114,13 +109,9 @@ def measure(
 
 
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
-    """Return the name of the config with the smallest median time, or "" if the config is not clearly faster.
+    """Return the name of the config in ``ours`` with the smallest median time.
 
-    The config is clearly faster if every single time of the other functions exceeds its median by more than 3 % (MARGIN).
-
-    Args:
-        times: all measured times of each config and each other function, by name.
-        ours: the names of the configs.
+    Return "" unless each single time of the other functions exceeds this median by more than 3 % (MARGIN).
     """
     medians = {name: statistics.median(times[name]) for name in ours}
     best = min(medians, key=lambda name: medians[name], default="")
@@ -129,10 +120,9 @@ def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
 
 
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
-    """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k].
+    """Return a random NF4 weight [n, k] with double quantization, and a random x [m, k], in bf16, or in fp16 before sm_80.
 
-    Both are in bf16, or in fp16 on a GPU before sm_80. The random numbers come from a new generator, because PyTorch's
-    default generator belongs to the user's program.
+    The random numbers come from a new generator, because PyTorch's default generator belongs to the user's program.
     """
     where = torch.device("cuda", device)
     dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
@@ -150,7 +140,6 @@ def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, 
 
 
 def quant_state(weight: PackedWeight) -> Any:
-    """Convert a weight with double quantization to a QuantState."""
     QuantState: Any = importlib.import_module(MODULES["4-bit functions"]).QuantState
     second = QuantState(weight.absmax2, code=weight.code2, blocksize=weight.blocksize2, dtype=torch.float32)
     code = code_of(weight.quant_type, weight.packed.device)
@@ -159,15 +148,10 @@ def quant_state(weight: PackedWeight) -> Any:
 
 
 def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Tensor, truth: torch.Tensor) -> str:
-    """Check the results of a compiled config. Return a description of what is wrong, or "" if the results are right.
+    """Return what is wrong with the results of ``product``, a compiled config of (x, out), or "".
 
-    The product with one-hot rows must equal columns of the dequantized weight. For the product with ``x``, the error against
-    fp64 may be at most 1 % (SLACK) larger than that of dequantize + matmul.
-
-    Args:
-        product: the compiled config, a function of x and an output tensor.
-        dense: the dequantized weight [n, k].
-        truth: x @ dense.T in fp64, [m, n].
+    The product with one-hot rows must equal columns of ``dense`` [n, k]. The product with ``x`` may differ from
+    ``truth``, x @ dense.T in fp64, by at most 1 % (SLACK) more than dequantize + matmul does.
     """
     m, k = x.shape
     columns = torch.arange(m, device=x.device) * 7919 % k
@@ -180,13 +164,10 @@ def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Te
 
 
 def gpu_times(calls: Mapping[str, Call], flushed: int) -> dict[str, list[float]]:
-    """Time each call on the GPU with a cold L2 cache. Return the times in us, by the name of the call.
+    """Time each call on the GPU after a read of ``flushed`` bytes, which empties the L2 cache. Return times in us, by name.
 
-    A round runs every call once and gives one time per call. If the GPU reached the first call before the host had
-    enqueued all calls, the round is dropped, because the GPU might have waited for the host.
-
-    Args:
-        flushed: how many bytes are read before each call, to overwrite the L2 cache.
+    A round gives one time per call. It is dropped if the GPU reached the first call before the host had enqueued all
+    calls, because the GPU might have waited for the host.
     """
     other = torch.zeros(flushed // 4, dtype=torch.float32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -29,7 +29,6 @@ KERNELS = "fused matmul", "fused matmul with LoRA"  # the names under which laun
 
 
 def report(mode: str | int) -> tuple[MatmulStatus, ...]:
-    """Return the measurements of this process."""
     module = sys.modules.get(f"{__package__}.choice")  # choice.py imports torch, so it is not imported here
     return module.report() if module else ()
 

@@ -1,7 +1,7 @@
 """Replace bitsandbytes' and Unsloth's matmul of a few rows by the fused matmul.
 
-Results of the fused matmul are as accurate as those of dequantize + matmul, but not bit-identical. The same is true of
-bitsandbytes' own fused kernels. So the fused matmul is off by default.
+Results are as accurate as those of dequantize + matmul or of bitsandbytes' own fused kernels, but not bit-identical. So
+the fused matmul is off by default.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ class FusedMatmul:
         out: Tensor | None = None,
         adapter: Adapter | None = None,
     ) -> Tensor | Reason:
-        """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
+        """Return x @ weight.T + bias, [..., N] in x's dtype, which the weight [N, K] shares, or the Reason for a fallback.
 
-        Args:
-            weight: the weight [N, K], with x's dtype.
-            out: the tensor for the result. If it is None, a new tensor is returned.
-            adapter: the LoRA adapter whose product scale * (x @ A.T) @ B.T is added. It is not supported with ``out``.
+        With ``adapter``, which excludes ``out``, add scale * (x @ A.T) @ B.T.
         """
         if dequantizer.prefetch.on:  # no lambda, see ``Dequantizer.run``
             found = dequantizer.prefetch.read(
@@ -82,10 +79,7 @@ class FusedMatmul:
         return result
 
     def remember(self, key: Any, launch: matmul.MatmulLaunch | Reason) -> matmul.MatmulLaunch | Reason:
-        """Return ``launch``, and store it for later calls with the same key.
-
-        A Reason, and a launch without a key, are returned but not stored.
-        """
+        """Return ``launch``, and store it unless it is a Reason or ``key`` is None."""
         if key is not None and type(launch) is not Reason:
             if len(self.launches) >= LIMIT:
                 self.launches.clear()
@@ -95,7 +89,7 @@ class FusedMatmul:
     def resolve(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, adapter: Adapter | None
     ) -> matmul.MatmulLaunch | Reason:
-        """Check whether the kernel supports the operands. Return a launch for them, or the Reason for a fallback."""
+        """Return a launch for these operands, or the Reason why the kernel does not support them."""
         if is_jit_tracing():
             return Reason.EXPORTING
         config = config_or_why_not(x, weight, bias, adapter)
@@ -122,11 +116,8 @@ class FusedMatmul:
     ) -> Tensor | Reason:  # fmt: skip
         """Multiply x by a weight that is given as packed bytes and a QuantState. Return the product, or a Reason.
 
-        A call that requires a gradient gets a Reason, because the fused matmul has no backward.
-
-        Args:
-            transposed: the required layout of the packed bytes. True requires [1, bytes], False requires another
-                layout, and None accepts all.
+        The fused matmul has no backward, so a call that requires a gradient gets a Reason. With ``transposed`` True, the
+        packed bytes must be [1, bytes], and with False they must not.
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
@@ -148,7 +139,6 @@ class FusedMatmul:
             return self.run(x, weight, bias, out)
 
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
-        """Multiply like ``of_state`` if x has one row. Otherwise return a Reason."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
@@ -159,12 +149,9 @@ def unsupported(x: Tensor) -> Reason:
 def config_or_why_not(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, adapter: Adapter | None, ignore: tuple[Reason, ...] = ()
 ) -> Any:
-    """Return the config for these operands, or the first Reason why the kernels do not support them.
+    """Return the config for these operands, or the first Reason, not in ``ignore``, why the kernels do not support them.
 
     Neither addresses nor contents of tensors are read, so the function also works on fake tensors.
-
-    Args:
-        ignore: the Reasons whose guards are skipped for the weight.
     """
     if not runtime.runs_on(x):
         return Reason.NOT_CUDA
@@ -190,10 +177,7 @@ def config_or_why_not(
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """Turn ``multiply`` into a factory of replacements, for the field ``replace`` of a Target. This function is a decorator.
-
-    A replacement first calls ``multiply``. If ``multiply`` returns a Reason, the original function runs.
-    """
+    """Turn ``multiply`` into a factory of replacements, for the field ``replace`` of a Target."""
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)

@@ -22,10 +22,9 @@ BLOCK = 1024  # number of elements that each program of sum_split_k_kernel compu
 class SmallMPlan(NamedTuple):
     """How a config divides the work of one size on one GPU.
 
-    The rows of the weight are split evenly into ``sm_partitions`` partitions. With ``split_k`` > 1, K is split evenly
-    too. Each multiprocessor computes one part of K for one partition, with one or more CTAs. The indices of these CTAs
-    in the grid are ``sm_partitions`` apart. They normally run on the same multiprocessor, because the GPU normally assigns
-    CTAs to its multiprocessors round-robin.
+    The weight's rows are split evenly into ``sm_partitions`` partitions, and K into ``split_k`` parts. A multiprocessor
+    computes one part of K for one partition. The indices of its CTAs in the grid are ``sm_partitions`` apart, because the
+    GPU normally assigns CTAs to its multiprocessors round-robin.
     """
 
     sm_partitions: int  # partitions of the weight's rows
@@ -42,13 +41,9 @@ def plan(
     capability: tuple[int, int] = (9, 0), step: int = 64,
     adapter: AdapterLayout | None = None,
 ) -> SmallMPlan:  # fmt: skip
-    """Plan the work for x [m, k], m up to 64, and a weight [n, k] on a GPU with ``processors`` multiprocessors.
+    """Plan the work for x [m, k], m up to 64 (``half``: fp16, else bf16), and a weight [n, k].
 
-    Args:
-        half: True if x is fp16, False if bf16.
-        offset: the dtype of the weight's offset. None for a flat weight, which has no double quantization.
-        step: ``PackedWeight.step()``, the number of elements of K that always share a scale.
-        adapter: the layout of the LoRA adapter that the kernel adds.
+    ``offset`` is the dtype of the weight's offset, or None for a flat weight, and ``step`` is ``PackedWeight.step()``.
     """
     # With a small step, a 128-bit load would cover weights with two scales, and packed rows would be only 8-byte aligned.
     if step < 32:
@@ -77,7 +72,7 @@ def plan(
 
 
 class SmallMKernel:
-    """The compiled kernels for x [m, k] in ``dtype`` and any weight [n, k] that has the layout of ``weight``."""
+    """The compiled kernels for x [m, k] in ``dtype`` and any weight with the layout of ``weight``."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, weight: PackedWeight, division: SmallMPlan, m: int, bias: bool,

@@ -78,36 +78,27 @@ class AdapterLayout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Return how many blocks of 16 columns B has, rounded up. One mma multiplies one block."""
+        """Return how many mma blocks of 16 columns B has."""
         return -(-self.rank // 16)
 
     @property
     def fragments(self) -> int:
-        """Return how many mma operands 16 rows of B need. 16 columns need one operand, or two if B is fp32 (``Cta.split``)."""
+        """Return how many mma operands 16 rows of B need (``Cta.split``)."""
         return self.ranks * (1 + self.wide)
 
     def inner_bytes(self, n_tiles: int) -> int:
-        """Return how many bytes of shared memory the inner product s * x @ A.T needs.
-
-        With ``wide``, the inner product is stored as the sum of two 16-bit arrays.
-        """
+        """Return the bytes of shared memory for the inner product, one 16-bit array or, if ``wide``, two."""
         return 256 * n_tiles * self.fragments
 
     def sum_bytes(self, n_tiles: int) -> int:
-        """Return how many bytes of shared memory the warps' partial sums can use next to the inner product.
-
-        The result is SUM_BYTES, or half of it, or 0 if even half of it does not fit.
-        """
+        """Return the bytes of shared memory for the warps' partial sums next to the inner product, or 0 if none fit."""
         left = SHARED_BYTES - self.inner_bytes(n_tiles)
         return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
 
 
 @dataclass
 class Cta:
-    """Generates the PTX of one CTA. The fields are constants of the PTX.
-
-    The docstring of a method describes the PTX that the method emits.
-    """
+    """Generates the PTX of one CTA. The docstring of a method describes the PTX that the method emits."""
 
     config: SmallMConfig
     n_tiles: int  # 8-row tiles of X
@@ -202,7 +193,7 @@ class Cta:
                 e(f".reg .f32 wide<{2 * fragments}>;")
 
     def partition(self) -> None:
-        """Compute which rows of the weight and which chunks of K this warp processes. Start to load code, code2 and offset."""
+        """Compute which rows and chunks of K this warp processes. Start to load code, code2 and offset."""
         e, rows = self.emit, 8 * self.rows * self.warps_n
         # g is lane / 4, and t is lane % 4.
         # A lane holds rows g and g + 8 of each tile of the weight, and row g of each tile of X.
@@ -237,7 +228,7 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """Start to load the packed words and scales of the first chunks.
+        """Start to load the first chunks' packed words and scales.
 
         Also load X, if it stays in registers and no earlier kernel may still write it.
         """
@@ -255,7 +246,7 @@ class Cta:
             self.keep_x("TABLE")
 
     def keep_x(self, end: str) -> None:
-        """Load this warp's part of X, which stays in registers. If the warp has no chunk of K, jump to the label ``end``."""
+        """Load this warp's part of X into registers, or jump to ``end`` if the warp has no chunk of K."""
         self.emit(f"setp.ge.u32 p, chunk, stop; @p bra {end};")
         self.find_x()
         for b in range(self.groups):
@@ -264,8 +255,8 @@ class Cta:
     def fill_tables(self) -> None:
         """Fill the decoding table and code2 in shared memory, while the first loads are in flight.
 
-        The entry for a value of a byte holds the code of the high nibble and then the code of the low nibble. The 16 lanes
-        of a half warp write the same entry into the 16 copies of the table.
+        An entry holds the codes of the byte's high and low nibble. The 16 lanes of a half warp write it into the table's
+        16 copies.
         """
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
@@ -290,8 +281,8 @@ class Cta:
     def fill_inner(self) -> None:
         """Add up the parts of the adapter's inner product in order, and store the sums in shared memory.
 
-        The array inner[8 * n_tiles][16 * ranks] holds the sums, rounded to 16 bits. With ``wide``, a second array of
-        this shape follows, which holds the rounding errors.
+        The array inner[8 * n_tiles][16 * ranks] holds them, rounded to 16 bits. With ``wide``, a second one holds the
+        rounding errors.
         """
         e, quads, count = self.emit, 4 * self.ranks, self.adapter.parts  # type: ignore[union-attr]
         if self.waits_late:
@@ -317,14 +308,9 @@ class Cta:
                 e(f"@p st.shared.v2.b32 [sub + {256 * self.n_tiles * self.ranks}], {{lx2, lx3}};")
 
     def split(self, high: tuple[str, str], low: tuple[str, str], source: str, first: int) -> None:
-        """Round four fp32 registers to 16 bits, and pack the results into the two registers ``high``.
+        """Round the four fp32 registers from ``source`` + ``first`` to 16 bits, and pack them into the two registers ``high``.
 
-        With ``wide``, also round the four rounding errors to 16 bits, and pack them into the two registers ``low``.
-        The sum of high and low is more precise than high alone.
-
-        Args:
-            source: the name of the fp32 registers, without their numbers.
-            first: the number of the first of the four registers.
+        With ``wide``, pack the rounded rounding errors into ``low``, because high + low is more precise than high alone.
         """
         e = self.emit
         for i, (to, rest) in enumerate(zip(high, low, strict=True)):
@@ -343,7 +329,7 @@ class Cta:
             self.emit(" ".join(f"mov.b32 {name}{i}, 0;" for i in range(first, first + count * self.tiles)))
 
     def fetch_lora(self) -> None:
-        """Start to load the adapter's B when a row group starts, so that B has arrived when ``add_lora`` multiplies it.
+        """Start to load the adapter's B when a row group starts, so that ``add_lora`` need not wait.
 
         Only the first warp along K loads B.
         """
@@ -369,9 +355,9 @@ class Cta:
                 e(f"@{loads} ld.global.{to}, [d + {16 * size * c}];")
 
     def add_lora(self, k: int) -> None:
-        """Add the adapter's product, inner @ B.T, to the accumulators of the first warp along K.
+        """Add inner @ B.T to the accumulators of the first warp along K.
 
-        For each tile of the weight and each tile of X, one mma runs per 16 columns of B, or three if B is fp32.
+        For each pair of tiles, one mma runs per 16 columns of B, or three if B is fp32.
         """
         e, line = self.emit, 32 * self.ranks
         mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32"
@@ -397,11 +383,11 @@ class Cta:
         e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
-        """Return the offsets i for which thread tid loads entry tid + i of code2. A flat weight has no code2."""
+        """Return the offsets i for which thread tid loads entry tid + i of code2."""
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
-        """Multiply the chunk that is in register set ``k``. Load a later chunk into each register that was used."""
+        """Multiply the chunk in register set ``k``, and load a later chunk into each register that was used."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
         if self.adapter:
@@ -434,8 +420,8 @@ class Cta:
     def decode(self, k: int, b: int) -> None:
         """Decode group ``b`` of the chunk in register set ``k`` into the A operands of the mma.
 
-        An A operand consists of four registers. The first two hold rows g and g + 8 in the lower half of the mma's K. The
-        other two hold the same rows in the upper half.
+        Of an operand's four registers, the first two hold rows g and g + 8 in the lower half of the mma's K, the others
+        in the upper.
         """
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
@@ -449,7 +435,7 @@ class Cta:
             decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
 
     def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode the packed ``words`` of one row with the table. Each of the ``registers`` gets two weights."""
+        """Decode the packed ``words`` of one row with the table, two weights per register."""
         for j, register in enumerate(registers):
             self.emit(
                 f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
@@ -462,7 +448,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """Decode like ``look_up``, but with byte permutes instead of the table."""
+        """Decode like ``look_up``, but with byte permutes."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
@@ -479,10 +465,7 @@ class Cta:
                     self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
     def epilogue(self, k: int) -> None:
-        """Go to the next chunk.
-
-        After the last chunk of a row group, first add up the sums of the warps and store the result.
-        """
+        """Go to the next chunk. After the last chunk of a row group, first add up the warps' sums and store the result."""
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         if self.adapter:
@@ -509,13 +492,12 @@ class Cta:
     def add_up(self, k: int, r: int) -> None:
         """Add up accumulators r to r + together - 1 of the warps that split K, and store the sums.
 
-        Warp i % warps_k adds up accumulator i. The warps exchange their partial sums in shared memory, in
+        Warp i % warps_k adds up accumulator i. Partial sums are exchanged in shared memory,
         sums[wn][wk][accumulator][lane].
 
-        Two mbarriers replace bar.sync, so that a warp without an accumulator to add up need not wait for the other
-        warps. Such a warp writes its partial sums, arrives at ``full`` and continues. Before a warp writes partial
-        sums, it waits at ``free`` until the previous partial sums have been read. With mbarriers, 8 rows of X and a
-        14336x4096 weight take 18.9 us instead of 22.0 (H200).
+        Two mbarriers replace bar.sync, so that a warp with nothing to add up goes on once it has written its sums
+        (``full``). It may write the next ones when these have been read (``free``). 8 rows of X and a 14336x4096 weight
+        take 18.9 us instead of 22.0 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -539,10 +521,7 @@ class Cta:
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """Return the PTX with which a warp arrives at a barrier.
-
-        A warp arrives at ``full`` after it has written its partial sums, and at ``free`` after it has read the sums to add up.
-        """
+        """Return PTX by which a warp says at ``full`` that its sums are written, or at ``free`` that it has read them."""
         if self.dialect.wait:
             # One arrival per warp would be enough, but then the tool racecheck (2025.3.1) would report the other lanes'
             # stores as races.
@@ -550,16 +529,13 @@ class Cta:
         return "bar.sync 0;" if barrier == "full" else ""
 
     def wait_for(self, barrier: str, phase: str, label: str) -> str:
-        """Return the PTX that waits at ``full`` or ``free`` until every warp that uses this barrier has arrived."""
+        """Return the PTX that waits at ``full`` or ``free`` for every warp that uses this barrier."""
         if self.dialect.wait:
             return f"{label}: {self.dialect.wait} p, [{barrier}], {phase}; @!p bra {label};"
         return "bar.sync 0;" if barrier == "free" else ""
 
     def compute_addresses(self) -> None:
-        """Compute the addresses of the next chunk to load, from 8 * ``rows`` rows of the weight.
-
-        Also set the predicate ``there``, which is false if no chunk is left to load.
-        """
+        """Compute the addresses of the next chunk to load, and the predicate ``there``, which is false if none is left."""
         e, rows = self.emit, self.rows
         e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
         e("setp.lt.and.u32 there, sub, stop, there;")
@@ -584,10 +560,9 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """For each group b, set the predicate ``name`` + b, which is true if this lane's words of the group are within K.
+        """Set the predicate ``name`` + b, whether this lane's words of group b are within K, for each b.
 
-        Args:
-            also: "", or ", " and the name of another predicate that must be true as well.
+        ``also`` is "", or ", " and another predicate that must be true as well.
         """
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
@@ -633,7 +608,7 @@ class Cta:
                 self.emit(f"{within}ld.global.nc.v4.b32 {vector('xw', first, 4)}, [x{n} + {offset}];")
 
     def store(self, value: str, drow: str | int, dcolumn: str | int) -> None:
-        """Store a sum, plus the bias, for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
+        """Store a sum, plus the bias, for the weight's row ``row + drow`` and X's row ``column + dcolumn``."""
         e = self.emit
         e(f"add.u32 u, row, {drow}; add.u32 v, column, {dcolumn}; setp.lt.u32 p, u, $11; setp.lt.and.u32 p, v, $10, p;")
         if self.bias:
@@ -652,17 +627,14 @@ class Cta:
 
 @functools.lru_cache(maxsize=256)
 def program(*fields: Any) -> str:
-    """Return the PTX source for a :class:`Cta` with these fields.
-
-    The PTX has these operands:
+    """Return the PTX source for a :class:`Cta` with these fields, whose operands are:
 
     * Addresses: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias.
     * Integers: $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions,
       $16 split_k.
-    * Addresses that only an adapter needs: $17 the parts of the inner product, $18 B [N, rank]. The parts are fp32
-      [parts, M, 16 * ranks], and their sum is s * x @ A.T.
+    * For an adapter: $17 the parts of the inner product s * x @ A.T, fp32 [parts, M, 16 * ranks], and $18 B [N, rank].
 
-    The grid has sm_partitions x CTAs per partition x split_k CTAs. The number of the partition varies fastest (see
+    The grid has sm_partitions x CTAs per partition x split_k CTAs. The partition's number varies fastest (see
     SmallMPlan).
     """
     return Cta(*fields).source()

@@ -10,7 +10,7 @@ TILE_COUNTS = (1, 2, 3, 4, 6, 8)  # numbers of 8-row tiles of X for which kernel
 
 
 class SmallMConfig(NamedTuple):
-    """A config of the fused matmul. It divides the work for up to 64 rows of X among CTAs and warps."""
+    """A config of the fused matmul for up to 64 rows of X."""
 
     tiles: int  # 16-row tiles of the weight per warp
     warps_n: int  # number of warps of a CTA along the rows of the weight, a power of two
@@ -24,17 +24,17 @@ class SmallMConfig(NamedTuple):
 
     @property
     def block_n(self) -> int:
-        """Return how many rows of the weight a CTA computes per iteration."""
+        """Return the rows of the weight that a CTA computes per iteration."""
         return 16 * self.tiles * self.warps_n
 
     def fill(self, n: int, processors: int) -> float:
-        """Return the fraction of time in which the multiprocessors have work, for a weight with ``n`` rows."""
+        """Return the fraction of time in which the multiprocessors have work."""
         groups = -(-n // self.block_n)
         return groups / (processors * -(-groups // processors))
 
 
 class SmallMRow(NamedTuple):
-    """A row of a table, with a config and the limits of the sizes for which the config is used."""
+    """A config, and the limits of the sizes for which it is used."""
 
     capability: tuple[int, int]
     max_m: int  # most rows of X

@@ -1,10 +1,10 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-A row is one token at one of its ``top_k`` experts. Around the two grouped products, by gate_up_proj and down_proj,
-transformers reads and writes all rows about ten times. On a GPU, two kernels do this work. The first adds LoRA and
-applies the gate. The second applies the router's weights, adds LoRA and sums each token's rows in fp32. ``Order`` holds
-the rows of every token, so the backward needs no scatter. On a CPU, and for generation, PyTorch operators run. Without
-LoRA, their results are bit-identical to those of transformers.
+Around the two grouped products, by gate_up_proj and down_proj, transformers reads and writes all rows about ten times. On
+a GPU, two kernels do this work. The first adds LoRA and applies the gate. The second applies the router's weights, adds
+LoRA and sums each token's rows in fp32. The backward needs no scatter, because ``Order`` holds the rows of every token.
+On a CPU, and for generation, PyTorch operators run. Without LoRA, their results are bit-identical to those of
+transformers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return a boolean attribute of an experts module, or the value in DEFAULTS if the module lacks the attribute."""
+    """Return an attribute of an experts module, or that in DEFAULTS."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 def kernels_or_reference(gradient: Tensor) -> Any:
-    """Return the module ``reference`` if a backward needs PyTorch operators, otherwise ``launch``, which runs the kernels.
+    """Return ``reference`` if a backward needs PyTorch operators, else ``launch``.
 
-    Compiled autograd, ``create_graph=True`` and batches of gradients (``is_grads_batched=True``) need PyTorch operators.
+    Compiled autograd, ``create_graph=True`` and ``is_grads_batched=True`` need them.
     """
     if is_compiling() or torch.is_grad_enabled() or is_batched(gradient) or transforms_active() is not None:
         return reference
@@ -62,10 +62,7 @@ class Saved(torch.autograd.Function):
 
 
 class Order(NamedTuple):
-    """The order of the rows, sorted by expert.
-
-    A row's slot, token * top_k + k, is its index before sorting, and the index of its router weight.
-    """
+    """The order of the rows, sorted by expert."""
 
     expert_of: Tensor  # the expert of each row, int16 [rows]
     slot_of: Tensor  # the slot of each row, int64 [rows]
@@ -86,11 +83,11 @@ class Order(NamedTuple):
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_backward(self, needed: bool) -> Order:
-        """Return a copy of the order. If ``needed``, the copy saves slot_of for the backward of ``Combined``."""
+        """Return a copy that, if ``needed``, saves slot_of for the backward of ``Combined``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=needed), self.slot_of))
 
     def tokens(self) -> Tensor:
-        """Return the index of each row's token, int64 [rows]."""
+        """Return each row's token, int64 [rows]."""
         return self.slot_of // self.row_of.shape[1]
 
 
@@ -117,7 +114,7 @@ class Gathered(torch.autograd.Function):
 class Gated(torch.autograd.Function):
     """Return silu(gate) * up, [rows, inner], and total = rows + addend, [rows, 2 * inner], whose halves are gate and up.
 
-    Only the total is saved for the backward. It is also a result, so that autograd can differentiate the backward.
+    Only the total is saved. It is also a result, so that autograd can differentiate the backward.
     """
 
     @staticmethod
@@ -141,11 +138,11 @@ class Gated(torch.autograd.Function):
 class Weighted(torch.autograd.Function):
     """Multiply, in the backward, the gradient of the down projection's input by the router's weights.
 
-    The projection is linear, so this has the same effect as multiplying the output's gradient. The output then need not be
-    saved, and the recompute of a checkpoint stops before the projection.
+    The projection is linear, so the output's gradient need not be multiplied, and the output need not be saved. The
+    recompute of a checkpoint then stops before the projection.
 
-    The forward returns its input twice. The first result feeds the frozen projection, and the weights multiply its gradient.
-    The second result feeds LoRA. Its gradient is not multiplied, because ``products`` already multiplied LoRA's product.
+    The forward returns its input twice. The weights multiply the gradient of the first result, which feeds the frozen
+    projection, but not that of the second, which feeds LoRA, because ``products`` already multiplied LoRA's product.
     """
 
     @staticmethod
@@ -165,9 +162,8 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows.
 
-    The backward does not multiply by the weights, because ``Weighted`` does. Under a checkpoint, this node saves no tensor,
-    so that the recompute stops before the down projection. The backward then reads slot_of from the node ``Saved``, whose
-    result is ``saved``.
+    In the backward, ``Weighted`` multiplies by the weights. Under a checkpoint, this node saves no tensor, so that the
+    recompute stops before the down projection. It then reads slot_of from the node ``Saved``, whose result is ``saved``.
     """
 
     @staticmethod
@@ -191,12 +187,10 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the product of each row with its frozen weight, plus bias, and its product with the LoRA factors (None without LoRA).
+    """Return the product of each row with its frozen weight, plus bias, and with the LoRA factors (None without LoRA).
 
-    Args:
-        x: [rows, in], sorted by expert.
-        weights: the router's weights, [tokens, top_k], if ``Combined`` directly follows. They multiply LoRA's product
-            here. ``Combined`` multiplies the frozen product.
+    x is [rows, in], sorted by expert. Pass the router's weights [tokens, top_k] if ``Combined`` follows, which multiplies
+    only the frozen product. They multiply LoRA's product here.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -218,12 +212,9 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Run the experts of one layer, in place of ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
 
-    Args:
-        stacks: packed stacks by name. Other stacks are read from the module as dense weights.
-        lora: factors of the active adapters, by the name of the stack.
-        whole: True to multiply all rows in grouped products, False to multiply each row by a copy of its weight.
-        hidden_states: [tokens, hidden], like the result.
-        top_k_index, top_k_weights: the chosen experts and the router's weights, [tokens, top_k].
+    hidden_states and the result are [tokens, hidden]. top_k_index (the chosen experts) and top_k_weights are [tokens,
+    top_k]. Stacks that are not in ``stacks`` are dense, in the module. ``lora`` has the factors of the active adapters,
+    by stack. ``whole``: multiply all rows in grouped products, instead of each row by a copy of its weight.
     """
 
     def weight(name: str) -> ExpertWeight:
@@ -298,13 +289,13 @@ def gated(module: Any, rows: Tensor) -> Tensor:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
-    """Apply the module's norm, if it has one, to the output of the down projection."""
+    """Apply the module's norm, if any, after the down projection."""
     result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 
 
 def is_silu_and_mul(module: Any) -> bool:
-    """Return whether the module computes silu(gate) * up, with gate as the first half, like the kernels of ``Gated``."""
+    """Return whether the module computes silu(gate) * up, with gate as the first half."""
     if not hasattr(module, "_apply_gate"):  # Liger's experts
         return True
     gate, library = getattr(module._apply_gate, "__func__", None), sys.modules[EXPERTS]

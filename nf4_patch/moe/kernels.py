@@ -1,8 +1,7 @@
 """Triton kernels that run between the grouped products of a mixture of experts. reference.py defines the results.
 
-Each token has TOP_K rows. All rows are sorted by expert. The k-th expert of a token has the slot token * TOP_K + k, which is
-an index into the router's weights. All sums are in fp32 and in a fixed order. tl.sum and tl.sigmoid are not used, because
-Triton's interpreter cannot run them.
+Rows are sorted by expert, TOP_K per token. All sums are in fp32 and in a fixed order. tl.sum and tl.sigmoid are not used,
+because Triton's interpreter cannot run them.
 """
 
 import triton
@@ -21,8 +20,8 @@ def combine_kernel(
 ):  # fmt: skip
     """Compute out[token], the sum over k of weights[token, k] * rows[row] + addend[row], where row = row_of[token, k].
 
-    rows, addend: [tokens * TOP_K, width]. Without ADDEND, nothing is added. weights: [tokens, TOP_K]. Without WEIGHTS, all
-    weights are 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
+    rows, addend: [tokens * TOP_K, width]. weights: [tokens, TOP_K], 1 without WEIGHTS. row_of: int64 [tokens, TOP_K].
+    out: [tokens, width]. A program computes BLOCK columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,9 +45,10 @@ def weigh_kernel(
 ):  # fmt: skip
     """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND, where slot = slot_of[row].
 
-    If WEIGHTS_GRADIENT, weights_gradient[slot] is the dot product of gradient[row] and rows[row]. A program computes one row.
+    If WEIGHTS_GRADIENT, weights_gradient[slot] is the dot product of gradient[row] and rows[row]. A program computes one
+    row.
 
-    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], indexed by slot. slot_of: int64 [n].
+    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n]. slot_of: int64 [n].
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -91,9 +91,9 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """Compute out, the gradient with respect to ``rows``, given the gradient with respect to silu(gate) * up.
+    """Compute out, the gradient with respect to ``rows``, given that with respect to silu(gate) * up, [n, width].
 
-    gradient: [n, width]. rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
+    rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Launch the kernels of kernels.py, which defines row and slot. All tensors are on one device. Arguments are not written to."""
+"""Launch the kernels of kernels.py. All tensors are on one device. Arguments are not written to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ BLOCK = 1024  # a program computes at most this many columns at a time
 
 
 def supports(tensor: Tensor) -> bool:
-    """Return whether the kernels can run on the device of ``tensor``."""
     if triton is None or not runtime.runs_on(tensor) or runtime.is_interpreted(kernels.combine_kernel):
         return False
     return runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
@@ -38,13 +37,10 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Multiply each row by its router weight, add the addend, and sum each token's rows in fp32.
+    """Return the sum over each token's rows of row * weight + addend, in fp32, as ``dtype`` [tokens, width].
 
-    Args:
-        rows, addend: [tokens * top_k, width], of the same dtype.
-        row_of: int64 [tokens, top_k], the indices of each token's rows.
-        dtype: the dtype of the result, [tokens, width].
-        weights: the router's weights, [tokens, top_k]. None means that all are 1.
+    rows, addend: [tokens * top_k, width], of one dtype. row_of: int64 [tokens, top_k], the indices of each token's rows.
+    weights: [tokens, top_k]. None means that all are 1.
     """
     tokens, top_k = row_of.shape
     out = empty(rows, tokens, rows.shape[1], dtype=dtype)
@@ -57,15 +53,12 @@ def combine(
 def weigh(
     gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply each row of a gradient by its router weight, and add the addend.
+    """Return gradient * weight + addend for each row.
 
-    Args:
-        gradient, addend, rows: [tokens * top_k, width].
-        slot_of: int64 [tokens * top_k], the index of each row's weight in the flattened ``weights`` [tokens, top_k].
+    With ``of_weights``, also return the gradient of the weights, which is the dot product of gradient and rows for each
+    row.
 
-    Returns:
-        The sum and, with ``of_weights``, the gradient of the router's weights, which is the dot product of ``gradient`` and
-        ``rows`` for each row.
+    gradient, addend, rows: [tokens * top_k, width]. slot_of: int64 [tokens * top_k]. weights: [tokens, top_k].
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -77,7 +70,7 @@ def weigh(
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return silu(gate) * up, [n, width], and total = rows + addend, [n, 2 * width], whose halves are gate and up.
 
-    Without ``addend``, the total is ``rows`` itself, not a copy.
+    Without ``addend``, the total is ``rows`` itself.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)
@@ -87,7 +80,7 @@ def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def silu_and_mul_backward(rows: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of ``silu_and_mul`` with respect to ``rows``, [n, 2 * width], given ``gradient`` [n, width]."""
+    """Return the gradient of ``silu_and_mul`` with respect to ``rows``."""
     out = empty(rows, *rows.shape)
     start(kernels.silu_and_mul_backward_kernel, (rows, gradient, out), gradient.shape[1], gradient.shape[0])
     return out

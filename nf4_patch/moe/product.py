@@ -1,7 +1,7 @@
 """Matrix products with a stack of experts [experts, ...], packed or dense, with or without LoRA.
 
-A grouped product multiplies the rows of each expert by its weight W. LoRA is computed as x·W + (x·left)·right, so that W
-does not change. Without gradient checkpointing, the packed stack is saved for the backward, not the dense stack.
+LoRA is computed as x·W + (x·left)·right, so that the weight W does not change. Without gradient checkpointing, the packed
+stack is saved for the backward, not the dense stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """The tensors of a packed stack, kept so that the backward decodes the same bytes as the forward."""
+    """A packed stack that is saved, so that the backward decodes the same bytes as the forward."""
 
     def __init__(self, stack: PackedExperts):
         state = copy.copy(stack.state)
@@ -43,8 +43,8 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code skips this check, because
-                autograd itself checks that no saved tensor was written to.
+            RuntimeError: the stack's memory was freed or written to since the forward. In compiled code, autograd itself
+                checks this.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -68,7 +68,7 @@ class SavedExperts:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """A grouped product with a packed stack that is not trained. The backward decodes the stack again."""
+    """A grouped product with a packed stack, which the backward decodes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
@@ -88,28 +88,18 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row of x by the weight of the row's expert.
-
-    Args:
-        x: [rows, in], sorted by expert.
-        weight: [experts, in, out].
-        ends: int32 [experts], the index after each expert's last row.
-    """
+    """Multiply each row by its expert's weight [experts, in, out]."""
     result: Tensor = sys.modules[EXPERTS]._grouped_mm(x, weight, offs=ends)
     return result
 
 
 def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    """Return y + addend in the dtype of y. Do not write into y, because selective checkpointing might have saved it."""
+    """Return y + addend in the dtype of y, not in place, because selective checkpointing might have saved y."""
     return y if addend is None else (y + addend).to(y.dtype)
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether tensors that autograd saves now are freed soon, because a checkpoint's forward or recompute runs.
-
-    Return False if other hooks on saved tensors are innermost, such as those of ``save_on_cpu``, because they keep the
-    tensors.
-    """
+    """Return whether tensors that autograd saves now are freed soon, in a checkpoint's forward or recompute."""
     hooks = saved_tensors_hooks(True)
     if hooks is None:
         return backward_in_progress() != -1
@@ -117,7 +107,7 @@ def frees_saved_tensors() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether to save the packed stack for the backward. A checkpoint's recompute saves the dense stack instead."""
+    """Return whether to save the packed stack. A recompute saves the dense one."""
     return torch.is_grad_enabled() and transforms_active() is None and not frees_saved_tensors()
 
 
@@ -134,7 +124,6 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def is_trained(self) -> bool:
-        """Return whether the weight itself gets a gradient. A packed weight never gets one."""
         return isinstance(self.stack, Tensor) and self.stack.requires_grad
 
     def trained(self) -> list[Tensor]:
@@ -143,7 +132,7 @@ class ExpertWeight(NamedTuple):
         return [each for each in tensors if isinstance(each, Tensor)]
 
     def frozen(self) -> Tensor:
-        """Return the dense weight without LoRA, [experts, in, out]. Do not write to the result, because it might be cached."""
+        """Return the dense weight without LoRA, [experts, in, out], read-only, because it might be cached."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
@@ -156,16 +145,15 @@ class ExpertWeight(NamedTuple):
         return grouped(x, self.frozen(), ends)
 
     def factors(self) -> Lora | None:
-        """Return the LoRA factors [experts, in, rank] and [experts, rank, out], or None."""
+        """Return the LoRA factors as [experts, in, rank] and [experts, rank, out]."""
         if self.lora is None or self.is_transposed:
             return self.lora
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x [rows, in] by the weight of the row's expert, with LoRA and bias.
+        """Multiply each row of x [rows, in] by the weight of its expert, int64 [rows], with LoRA and bias.
 
-        Args:
-            experts: int64 [rows], the expert of each row. Only these experts are decoded.
+        Only these experts are decoded.
         """
         weight = self.stack[experts]
         if self.lora is not None:

@@ -1,8 +1,4 @@
-"""Read a packed stack of experts.
-
-A packed stack holds one weight, such as down_proj, of all experts in a layer, in 4 bits. Code that reads the packed bytes
-can decode only the experts that it needs, or keep the stack packed.
-"""
+"""Read the bytes of a packed stack, in order to decode only the experts that are needed, or to keep the stack packed."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ FUNCTIONS = MODULES["4-bit functions"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """The bytes and the QuantState of a packed stack, with the Dequantizer that decodes the stack and counts the reads."""
+    """A packed stack, with the Dequantizer that decodes it and counts the reads."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -36,7 +32,7 @@ class PackedExperts:
     decode: Callable[[Tensor, Any], Tensor] | None = None
 
     def dense(self) -> Tensor:
-        """Decode all experts, [experts, ...]. Do not write into the result, because it might be cached."""
+        """Decode all experts, [experts, ...], read-only, because the result might be cached."""
         with torch.no_grad():  # as in bitsandbytes' parametrization, the packed weight gets no gradient
             if switch.on and not is_compiling():
                 own = self.dequantizer
@@ -48,17 +44,14 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Decode the experts with the indices ``ids``, int64 [n]. transformers indexes a dense stack in the same way."""
+        """Decode the experts ``ids``, int64 [n], as transformers indexes a dense stack."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """Return a packed stack of the experts with the indices ``ids``, int64 [n].
-
-        If experts cannot be separated, return a Reason.
-        """
+        """Return a packed stack of the experts ``ids``, int64 [n], or a Reason if experts cannot be separated."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         state, second, kind = self.state, self.state.state2, type(self.state)
@@ -76,7 +69,7 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer, decode=self.decode)
 
     def has_whole_experts(self) -> bool:
-        """Return whether each expert consists of whole bytes and whole quantization blocks, also of the second level if nested."""
+        """Return whether each expert consists of whole bytes and whole quantization blocks, of both levels if nested."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(

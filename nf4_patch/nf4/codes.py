@@ -20,10 +20,10 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the 16 code values in fp32. bitsandbytes' ``get_4bit_type`` would use PyTorch's default dtype instead.
+    """Return the 16 code values in fp32. bitsandbytes' ``get_4bit_type`` would use PyTorch's default dtype.
 
     Raises:
-        KeyError: the quant_type is neither "nf4" nor "fp4".
+        KeyError: ``quant_type`` is neither "nf4" nor "fp4".
     """
     values = CODES[quant_type]
     code = torch.empty(len(values), dtype=torch.float32, device=device)
@@ -36,11 +36,11 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the code values on a device. The tensor is made once per device and never freed, because launches keep its address.
+    """Return the code values on a device. The tensor is made once and never freed, because launches keep its address.
 
     Raises:
-        KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: the first use is inside a CUDA graph capture (GRAPH_CAPTURE), whose memory pool might be freed.
+        KeyError: ``quant_type`` is neither "nf4" nor "fp4".
+        KernelUnavailable: GRAPH_CAPTURE, because the first use is inside a capture, whose memory pool might be freed.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
@@ -55,5 +55,5 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Copy the code values to a device. The copy is synchronous, so any CUDA stream may read the result."""
+    """Copy the code values synchronously, for any stream."""
     return code_of(quant_type, torch.device("cpu")).to(device)

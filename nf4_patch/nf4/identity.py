@@ -13,30 +13,26 @@ from .weight import PackedWeight
 
 
 def nobody() -> None:
-    """Stand in for a weak reference to a freed object, and return None."""
     return None
 
 
 class OwnRef(WeakIdRef):
-    """A weak reference that stays right when ``torch.utils.swap_tensors`` swaps the tensor's content with another tensor's.
+    """A weak reference to the Python object, even if ``torch.utils.swap_tensors`` swaps its content with another tensor's.
 
-    It stands for the Python object. ``swap_tensors`` does not see it (libraries/pytorch/swap.py).
+    ``swap_tensors`` does not see it (libraries/pytorch/swap.py).
     """
 
     __slots__ = ()
 
 
 class Identity:
-    """The tensors of a packed weight, with their places in memory and their versions.
-
-    An identity keeps no tensor and no memory alive.
-    """
+    """A packed weight's tensors, by weak references, with their places in memory and their versions."""
 
     # weak references to the parameter, absmax, absmax2, code2, offset
     tensors: tuple[Callable[[], Tensor | None], ...] = (nobody,) * 5
 
     def __init__(self, weight: PackedWeight):
-        """Record the weight. After any later write, even during the decode or copy that follows, ``holds`` returns False.
+        """Record the weight before it is decoded or copied, so that ``holds`` returns False after any later write.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
@@ -51,11 +47,9 @@ class Identity:
     def holds(self, weight: PackedWeight, is_in_place: bool = False) -> bool:
         """Return whether the weight has exactly these tensors at the same places, and none was written to.
 
-        A view of the parameter that begins at the same address, such as the transposed weight, is the same weight.
-
-        Args:
-            is_in_place: skip the comparison of the places. The caller must then compare the addresses, as ``PackedWeight.memo``
-                does, and keep the memory of the scales alive.
+        A view at the parameter's address, such as the transposed weight, is the same weight. With ``is_in_place``, places
+        are not compared. The caller must then compare addresses, as ``PackedWeight.memo`` does, and keep the scales'
+        memory alive.
         """
         packed, absmax, absmax2, code2, offset = weight[:5]
         owner, first, second, third, fourth = self.tensors
@@ -76,14 +70,11 @@ class Identity:
         )  # fmt: skip
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is one of the weight's tensors."""
         return any(reference() is tensor for reference in self.tensors)
 
     def forget(self) -> None:
-        """Drop the weak references to the tensors. ``holds`` then returns False for every weight."""
         self.tensors = Identity.tensors
 
 
 def places(weight: PackedWeight) -> list[tuple[int, int]]:
-    """Return the storage's number and the address of each tensor."""
     return [(each.untyped_storage()._cdata, each.data_ptr()) for each in weight[:5] if each is not None]

@@ -32,7 +32,7 @@ class KernelUnavailable(RuntimeError):
 class KernelEntry(NamedTuple):
     """Launcher of a compiled kernel: ``call(x, y, z, stream, *head, *arguments, *tail)``, where (x, y, z) is the grid.
 
-    ``arguments`` are the kernel's addresses and numbers. ``head`` and ``tail`` are the same in every launch.
+    ``arguments`` are addresses and numbers. ``head`` and ``tail`` are the same in every launch.
     """
 
     call: Callable[..., None]
@@ -44,10 +44,10 @@ class KernelEntry(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
-        """Build the entry of a compiled kernel from its constexpr values.
+        """Build the entry from a compiled kernel and its constexpr values. It calls the kernel's launcher directly.
 
-        The entry calls the kernel's launcher directly. Triton's ``kernel[grid](...)`` first looks up the compiled kernel,
-        which takes most of the 17 us of such a call (H200 machine, Triton 3.6.0).
+        Triton's ``kernel[grid](...)`` looks up the kernel first, for most of the 17 us of a call (H200 machine, Triton
+        3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -58,7 +58,7 @@ class KernelEntry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
-        """Launch the kernel. ``Launch`` and ``MatmulLaunch`` repeat this body, to save a Python call."""
+        """Launch. ``Launch`` and ``MatmulLaunch`` repeat this body, to save a call."""
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
@@ -85,20 +85,19 @@ memory_fraction: Callable[[int], float] = getattr(torch.cuda, "get_per_process_m
 
 
 def devices_in_use() -> list[int]:
-    """Return the GPUs on which PyTorch has reserved memory."""
     return [device for device in range(torch.cuda.device_count()) if memory_reserved(device)]
 
 
 def allocation_retries(device: int) -> int:
-    """Return how many allocations succeeded only after PyTorch had freed its unused memory."""
+    """Return how many allocations first made PyTorch free its unused memory."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new contiguous tensor of two or three dimensions on the device of ``like``.
+    """Return a new contiguous tensor of two or three dimensions.
 
-    The allocation bypasses the dispatcher. Otherwise selective checkpointing could return this tensor again in the recompute,
-    and a kernel would overwrite it.
+    The allocation bypasses the dispatcher. Otherwise selective checkpointing could return this tensor again in the
+    recompute, and a kernel would overwrite it.
     """
     device = like.get_device()
     if current_device() != device:
@@ -110,7 +109,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it is contiguous and 16-byte aligned. Otherwise return a contiguous, aligned copy."""
+    """Return the tensor, or a copy unless it is contiguous and 16-byte aligned."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -120,12 +119,12 @@ def multiprocessors(device: int | torch.device) -> int:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Return whether the kernels run on the tensor's device. Dynamo can trace this function."""
+    """Dynamo can trace this function."""
     return tensor.device.type == DEVICE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's storage holds all its elements. Sharding and offloading shrink storages."""
+    """Return whether the storage holds all elements. Sharding and offloading shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
@@ -142,12 +141,12 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Return the address ranges of the tensors without duplicates. Two ranges might still overlap."""
+    """Return the address ranges without duplicates."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
 def overlap(read: Iterable[Span], start: int, end: int) -> bool:
-    """Return whether [start, end) overlaps any of the address ranges in ``read``."""
+    """Return whether [start, end) overlaps one of the address ranges."""
     for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)
         if first < end and start < last:
             return True
@@ -155,7 +154,7 @@ def overlap(read: Iterable[Span], start: int, end: int) -> bool:
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> bool:
-    """Return whether ``out`` has this shape, dtype and device index, is contiguous, and requires no gradient."""
+    """Return whether ``out`` fits and requires no gradient."""
     return (
         isinstance(out, torch.Tensor)
         and out.shape == shape
@@ -167,7 +166,7 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a flat bool tensor that is True where the bits are equal. Zeros of different sign differ. Any two NaNs are equal."""
+    """Return where the bits are equal, flat. Zeros of different sign differ. Any two NaNs are equal."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -179,7 +178,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
+    """Return the newest CUDA version of the driver, 1000 * major + 10 * minor, or 0."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -187,7 +186,7 @@ def driver_version() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that memory ran out. Triton raises a plain RuntimeError, so check its message."""
+    """Return whether memory ran out, for which Triton raises a plain RuntimeError."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )
@@ -197,14 +196,11 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, which is the result of ``build`` at the first use.
-
-    If ``build`` fails, store the error and raise it again at every later use. If memory runs out, or a CUDA graph is being
-    captured, store nothing, because a later call might succeed.
+    """Return ``built[key]``, which is the result of ``build`` at the first use. If ``build`` failed, raise its error again.
 
     Raises:
-        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured.
-        torch.cuda.OutOfMemoryError, MemoryError: memory ran out.
+        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured, so that a later call might succeed.
+        torch.cuda.OutOfMemoryError, MemoryError: memory ran out. Nothing is stored.
     """
     if key not in built:
         if is_capturing():
@@ -234,14 +230,10 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
-    """Compile a kernel without launching it, and return Triton's CompiledKernel.
-
-    Args:
-        arguments: sample arguments. The kernel is compiled for their types.
-        values: the constexprs by name.
+    """Compile a kernel for the types of ``arguments`` and the constexprs ``values``. Return Triton's CompiledKernel.
 
     Raises:
-        KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
+        KernelUnavailable: TRITON_INTERPRET is set.
     """
     if is_interpreted(kernel):
         raise KernelUnavailable("TRITON_INTERPRET is set, so Triton compiles no kernel. Unset it and start again")
@@ -253,17 +245,14 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return a kernel's KernelEntry.
-
-    Compile the kernel at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
+    """Return a kernel's KernelEntry, compiled at the first use of these constexprs and this ``kind`` (see :func:`built_once`).
 
     Args:
-        arguments: sample arguments, whose types must be the same for the same ``kind``.
+        arguments: samples, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
-        kind: whatever else the compiled code depends on, such as the device, the dtypes, and which sizes are multiples of
-            16.
-        options: options of Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends.
-            It must then wait for that kernel's results (Triton >= 3.6, sm_90).
+        kind: whatever else the code depends on: the device, dtypes, which sizes are multiples of 16.
+        options: Triton's. With ``launch_pdl`` (Triton >= 3.6, sm_90), the kernel may start before the previous kernel ends,
+            and must wait for its results.
     """
 
     def build() -> KernelEntry:
@@ -279,14 +268,12 @@ def launch(
     kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream. Compile the kernel at its first use (see ``compiled``).
+    """Launch a kernel on the current stream, or only compile it if ``grid`` is None. See ``compiled``.
 
-    Args:
-        grid: the grid, or None to compile without launching.
-        arguments: contiguous, 16-byte aligned tensors, and numbers. The kernel runs on the device of the first argument.
+    ``arguments`` are contiguous, 16-byte aligned tensors, and numbers. The kernel runs on the device of the first.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or its first use is inside a CUDA graph capture.
+        KernelUnavailable: the kernel cannot be compiled, or not during a CUDA graph capture.
     """
     device = arguments[0].get_device()
     if current_device() != device:

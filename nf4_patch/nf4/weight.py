@@ -49,7 +49,7 @@ class PackedWeight(NamedTuple):
     quant_type: str  # "nf4" or "fp4"
 
     def memo(self) -> WeightMemo:
-        """Return the memo of this weight. Weights with the same fingerprint share a memo.
+        """Return the memo of this weight's fingerprint.
 
         Raises:
             AttributeError: a field is not a tensor.
@@ -78,12 +78,7 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the memo for this weight's fingerprint, and store it so that ``memo()`` finds it at once.
-
-        Args:
-            place: the weight's key in ``_checked``.
-            tensors: the weight's tensors. ``memo`` compares them with those of later weights that have the same key.
-        """
+        """Return the memo for this weight's fingerprint, and store it under ``place``, where ``memo`` compares ``tensors``."""
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
         memo = _memos.setdefault(self.fingerprint(), WeightMemo())
@@ -95,10 +90,7 @@ class PackedWeight(NamedTuple):
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return the addresses of the weight's tensors, and all properties on which the guards' answer depends.
-
-        So the guards need to run only once per fingerprint.
-        """
+        """Return the addresses of the weight's tensors, and all properties on which the guards' answer depends."""
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]
         return (
@@ -107,24 +99,21 @@ class PackedWeight(NamedTuple):
         )  # fmt: skip
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the weight's tensors, the packed bytes first."""
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """Return the tensor that owns the packed bytes. This is a parameter, unless the bytes were computed or copied.
+        """Return the tensor that owns the packed bytes: a parameter, unless the bytes were computed or copied.
 
-        Bytes that Inductor computed have no ``_base``. Their address and version counter do not identify the weight.
+        Inductor's bytes have no ``_base``. Their address and version do not identify the weight.
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset.
-
-        A flat weight has ``code`` in place of the last three.
+        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset. If flat, ``code`` replaces the last three.
 
         Raises:
-            KernelUnavailable: GRAPH_CAPTURE, if ``code`` is not on the device yet and a CUDA graph is being captured.
+            KernelUnavailable: GRAPH_CAPTURE, in a capture before ``code`` is on the device.
         """
         code = remembered_code(self.quant_type, self.packed.device)
         second = (self.absmax2, self.code2, self.offset) if self.nested() else (code,) * 3
@@ -140,26 +129,20 @@ class PackedWeight(NamedTuple):
         return self.absmax2 is not None
 
     def offset_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the offset, or None for a flat weight."""
         return None if self.offset is None else self.offset.dtype
 
     def transposed(self) -> bool:
-        """Return whether the packed bytes are [1, bytes]. bitsandbytes then returns the transposed weight."""
+        """Return whether bitsandbytes returns the transposed weight."""
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Return the largest power of two, up to 64, that divides K and the blocksize.
-
-        So many consecutive elements of a row share one scale.
-        """
+        """Return how many consecutive elements of a row always share one scale, a power of two up to 64."""
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
     def nbytes(self) -> int:
-        """Return the size of the packed bytes."""
         return self.packed.numel() * self.packed.element_size()
 
     def bytes(self) -> torch.Tensor:
-        """Return the packed bytes as a flat uint8 view."""
         return self.packed.detach().reshape(-1).view(torch.uint8)
 
 
@@ -170,6 +153,5 @@ _checked: dict[tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]] = {}
 
 
 def forget() -> None:
-    """Drop the memos of all weights."""
     _checked.clear()
     _memos.clear()

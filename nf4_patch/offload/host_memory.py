@@ -1,7 +1,6 @@
 """Pinned host memory for packed weights, mapped into the GPU's address space.
 
-A tensor in this memory is still a CUDA tensor. Every operation works as before, but takes longer, because the GPU reads
-the tensor over the bus.
+A tensor in it is still a CUDA tensor. Every operation works as before, but reads over the bus, which takes longer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ADVICE = 'free host memory, or keep more weights on the GPU with a larger offloa
 
 
 class Cuda:
-    """Wraps all CUDA calls of the offload folder, so that tests can replace them."""
+    """All CUDA calls of this folder, which tests replace."""
 
     kind, pending = "cuda", dict[int, tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -48,7 +47,7 @@ class Cuda:
         return self.error(code, device)
 
     def error(self, code: Any, device: torch.device) -> str:
-        """Return the error as text, or "" on success. Clear the error, which the next kernel would raise otherwise."""
+        """Return the error as text, or "". Clear the error, which the next kernel would raise otherwise."""
         if not int(code):
             return ""
         with contextlib.suppress(RuntimeError):
@@ -58,8 +57,7 @@ class Cuda:
     def unregister(self, host: Tensor, device: torch.device) -> None:
         """Unpin memory, unless it is not pinned.
 
-        Unpinning would break a CUDA graph capture, so during a capture the memory waits for the next call. So does memory whose
-        unpinning was interrupted.
+        During a capture, which unpinning would break, and after an interrupt, the memory waits for the next call.
         """
         self.pending[host.data_ptr()] = host, device
         if torch.cuda.is_current_stream_capturing():
@@ -70,10 +68,7 @@ class Cuda:
             self.pending.pop(address, None)
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], of the host memory that ``part.__cuda_array_interface__`` describes.
-
-        The tensor keeps ``part`` alive.
-        """
+        """Return a CUDA tensor, uint8 [bytes], which keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -84,9 +79,7 @@ cuda: Any = Cuda()
 
 
 class HostBlock:
-    """Pinned host memory of one decoder layer's packed weights, which are prefetched as a whole.
-
-    The block lives as long as any CUDA tensor in it.
+    """Pinned host memory, which lives as long as any CUDA tensor in it.
 
     Raises:
         MemoryError: the memory cannot be allocated or pinned.
@@ -109,7 +102,7 @@ class HostBlock:
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Copy ``tensor`` into the block and return the copy. If the block has no room, return ``tensor`` itself."""
+        """Copy ``tensor`` into the block and return the copy. Without room, return ``tensor`` itself."""
         destination = self.host[self.size : self.size + tensor.nbytes]
         if destination.nbytes < tensor.nbytes:
             return tensor
@@ -123,7 +116,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return the slice of ``host`` with this tensor's bytes, or None unless the whole tensor is in the block."""
+        """Return the slice of ``host`` with the whole tensor's bytes, or None."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()
@@ -161,11 +154,11 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def no_block() -> None:
-    """Stand in for a weak reference to a block if there is no block, and return None."""
+    """Stand in for a weak reference to a block."""
 
 
 def living() -> list[HostBlock]:
-    """Return all host blocks, in the order of their creation."""
+    """Return all host blocks, the oldest first."""
     return list(dict.fromkeys(block for reference in list(blocks.values()) if (block := reference()) is not None))
 
 

@@ -1,6 +1,6 @@
 """The option ``offload``, which keeps packed weights in host memory.
 
-With "6GiB", packed weights take at most 6 GiB of each GPU, and the others are kept in host memory. With "auto", copies of
+With "6GiB", packed weights take at most 6 GiB of each GPU, and the others stay in host memory. With "auto", copies of
 them also fill each GPU's spare memory.
 """
 

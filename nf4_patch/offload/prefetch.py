@@ -1,8 +1,4 @@
-"""Prefetch of packed weights: while one layer computes, the weights of the next layer are copied from host memory to the GPU.
-
-The copies run on a separate CUDA stream, alternating between two buffers per GPU. With ``offload="auto"``, spare memory holds
-resident copies of further layers. The weights themselves stay in host memory, so a resident copy can be freed at any time.
-"""
+"""While one layer computes, copy the packed weights of the next layer from host memory to the GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ taken: Counter[int] = Counter()  # bytes of resident copies, by device
 
 
 class Buffer:
-    """GPU memory for a copy of one host block, allocated on the copy stream."""
+    """A buffer, allocated on the copy stream."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -48,7 +44,7 @@ class Buffer:
         self.views: dict[tuple[Any, ...], list[Tensor | None]] = {}
 
     def copy_of(self, weight: PackedWeight, reference: Reference, block: HostBlock) -> PackedWeight:
-        """Return ``weight`` with this buffer's copies in place of the tensors that are in ``block``."""
+        """Return ``weight`` with this buffer's copies of the tensors in ``block``."""
         tensors: tuple[Tensor | None, ...] = weight[:3]
         key = reference, weight[0].shape, *(None if each is None else each.data_ptr() for each in tensors)
         views = self.views.get(key)
@@ -87,9 +83,8 @@ class Prefetcher:
         self.seen: dict[Reference, None] = {}  # blocks that were read since ``allow``, in order
 
     def read(self, weight: PackedWeight, block: HostBlock, run: Callable[[PackedWeight], Any]) -> Any:
-        """Return ``run(copy)`` for the weight's copy on the GPU.
+        """Return ``run(copy)`` for the weight's copy on the GPU. If there is none, copy the weight's block now.
 
-        This is the resident copy, or the copy in a prefetch buffer. If there is neither, copy the weight's block now.
         Return None if the weight is a slice, which is not copied.
         """
         reference = weakref.ref(block)  # Python returns the same object each time while the block lives.
@@ -134,11 +129,7 @@ class Prefetcher:
         return self.buffers[1].block is reference or self.resident.get(reference) is not None
 
     def keep(self, reference: Reference, block: HostBlock) -> None:
-        """Make a resident copy of the block, which stays on the GPU between the reads of the block.
-
-        Args:
-            reference: the weak reference to ``block`` that is its key in ``resident``.
-        """
+        """Make a resident copy of the block."""
         buffer = Buffer()
         self.fetch(buffer, block, ahead=True)
         self.resident[reference] = buffer
@@ -149,10 +140,7 @@ class Prefetcher:
         taken[self.index] = sum(memory.nbytes for memory in held if memory is not None)
 
     def allow(self, budget: int) -> None:
-        """Free all resident copies, and choose the blocks that get a resident copy at their next read.
-
-        These copies take at most ``budget`` bytes.
-        """
+        """Free all resident copies, and choose the blocks, ``budget`` bytes at most, that get one at their next read."""
         with self.lock:
             if runtime.is_capturing():  # The copy stream must not wait for a stream that is captured. Keep the copies.
                 return
@@ -163,7 +151,7 @@ class Prefetcher:
             self.seen.clear()
 
     def read_blocks(self) -> list[HostBlock]:
-        """Return the blocks that were read since the last ``allow``, so that an idle model gets no memory."""
+        """Return the blocks read since the last ``allow``, so that an idle model gets no memory."""
         return [block for reference in list(self.seen) if (block := reference()) is not None]
 
     def free_resident(self, freed: bool = False) -> None:
@@ -182,7 +170,7 @@ class Prefetcher:
     def following(self, block: HostBlock) -> HostBlock | None:
         """Record the read of ``block``, and predict the next block.
 
-        The prediction is the block that came next when ``block`` was last read after the same predecessor.
+        This is the block that came next when ``block`` was last read after the same predecessor.
         """
         before, now = self.before(), self.now()
         if before is not None and now is not None:
@@ -192,11 +180,7 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Copy a host block into a buffer, once all earlier reads of the buffer are done.
-
-        Args:
-            ahead: whether the copy is made before the block is needed.
-        """
+        """Copy a host block into a buffer, once all reads of the buffer are done. ``ahead``: the block is not needed yet."""
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
         # these writes. A prefetch need not wait: after a write the identity does not hold, and ``read`` then copies
@@ -215,7 +199,7 @@ class Prefetcher:
         self.late += not ahead
 
     def refresh(self, buffer: Buffer, weight: PackedWeight, block: HostBlock) -> None:
-        """Copy one weight into the buffer again, because the weight was written to, or is read for the first time."""
+        """Copy one weight again, because it was written to, or is read for the first time."""
         buffer.identities.pop(weight[0].data_ptr(), None)
         self.wait(buffer)
         self.stream.wait_stream(host_memory.cuda.current_stream(self.device))  # which may have written the weight
@@ -227,7 +211,7 @@ class Prefetcher:
         buffer.arrived.record(self.stream)
 
     def empty(self, buffer: Buffer) -> None:
-        """Mark the buffer as empty, and make the copy stream wait until all reads of the buffer are done."""
+        """Make the copy stream wait until all reads of the buffer are done."""
         buffer.block = None
         self.wait(buffer)
 
@@ -241,7 +225,7 @@ class Prefetcher:
         buffer.memory, buffer.views, buffer.identities = None, {}, {}
 
     def clear(self) -> None:
-        """Free all copies. Blocks that ``allow`` chose get a resident copy again at their next read."""
+        """Free all copies. The chosen blocks get a resident copy again at their next read."""
         with self.lock:
             self.free_resident()
             for buffer in self.buffers:
@@ -282,7 +266,7 @@ class Prefetch(dequantizer.Prefetch):
 
 
 def block_of(packed: Tensor) -> HostBlock | None:
-    """Return the block that holds the packed bytes, or None if there is none or ``packed`` has no address."""
+    """Return the block that holds the packed bytes, or None."""
     try:
         return blocks.get(packed.data_ptr(), no_block)()
     except (AttributeError, RuntimeError):  # the guards then name the Reason
@@ -290,10 +274,7 @@ def block_of(packed: Tensor) -> HostBlock | None:
 
 
 def counts_writes(weight: PackedWeight) -> bool:
-    """Return whether every write to the weight raises a version of its tensors.
-
-    An inference tensor has no version counter, and ``parameter.data`` has a separate version counter.
-    """
+    """Return whether every write raises a version. ``parameter.data`` has a version counter of its own."""
     is_parameter = isinstance(weight.owner(), torch.nn.Parameter)
     return is_parameter and not any(tensor.is_inference() for tensor in weight.tensors())
 
@@ -329,7 +310,7 @@ def block_freed(device: torch.device) -> None:
 
 
 def release() -> None:
-    """Free all copies of packed weights, so that the next reads copy them from host memory again."""
+    """Free all copies, so that the next reads copy again."""
     for prefetcher in list(prefetchers.values()):
         prefetcher.clear()
     for block in living():  # ``swap_tensors`` refuses tensors with weak references
@@ -342,7 +323,7 @@ def allow(budget: int) -> None:
 
 
 def wants(_rest: int) -> int:
-    """Return how many bytes of packed weights were read from host memory since ``allow``, on the GPU that read the most."""
+    """Return the bytes read from host memory since ``allow``, on the GPU that read the most."""
     return max((sum(block.size for block in each.read_blocks()) for each in list(prefetchers.values())), default=0)
 
 

@@ -37,10 +37,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(function: Any) -> Checkpoint | None:
-    """Return the properties of a checkpoint function.
-
-    Return None if it is neither PyTorch's nor Unsloth's, or has unknown options.
-    """
+    """Return the properties of PyTorch's or Unsloth's checkpoint function, or None for any other or unknown options."""
     function = function if type(function) is partial else partial(function)
     inner, options = function.func, dict(function.keywords)
     if function.args or any(options.pop(name, values[0]) not in values for name, values in HARMLESS.items()):
@@ -66,7 +63,7 @@ def checkpoint_of(function: Any) -> Checkpoint | None:
 
 
 def is_offloading(function: Any) -> bool:
-    """Return whether ``function`` is the checkpoint function of transformers' option ``offload``."""
+    """Return whether this is the checkpoint function of transformers' option ``offload``."""
     models = sys.modules.get(MODELS)
     method = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
     return method in ON_HOST and models is not None and function.__globals__ is vars(models)
@@ -80,7 +77,7 @@ def setting(checkpoint: Callable[..., Any], value: Any) -> Callable[..., Any]:
 
 
 def is_setting(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper like ms-swift's, which only sets ``use_reentrant`` and calls a checkpoint function."""
+    """Return whether ``function``, like ms-swift's, only sets ``use_reentrant`` and calls a checkpoint function."""
     code, ours = getattr(function, "__code__", None), setting(print, None).__code__  # type: ignore[attr-defined]
     if code is None or attributes_of_code(code) != attributes_of_code(ours):
         return False

@@ -32,23 +32,20 @@ VARIABLES = (
 
 
 def options_set() -> list[str]:
-    """Return "NAME=value" for each option that an environment variable switches on.
-
-    A variable that is set to the option's default or to "off" is left out.
-    """
+    """Return "NAME=value" for each variable that sets an option to a value other than its default or "off"."""
     given = {v: os.environ.get(v.name, "").strip() for v in VARIABLES if v.option}
     asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
     return [f"{v.name}={given[v]}" for v in asks]
 
 
 def keeps_off(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the variables that keep the patch off, for example "NF4_PATCH=0". Return "" if no variable does."""
+    """Return the variables that keep the patch off, for example "NF4_PATCH=0", or ""."""
     given = {name: environ.get(name, "").strip() for name in ("NF4_PATCH", "NF4_USE_TRITON")}
     return " and ".join(f"{name}={text}" for name, text in given.items() if not SWITCH.get(text.lower(), True))
 
 
 def unknown_variables() -> list[str]:
-    """Return a message for each environment variable that begins with NF4_PATCH_ and is unknown to nf4_patch."""
+    """Return a message for each variable that begins with NF4_PATCH and is unknown."""
     names = [variable.name for variable in VARIABLES]
     unknown = sorted(name for name in os.environ if name.startswith("NF4_PATCH") and name not in names)
     meant = {name: difflib.get_close_matches(name, names, 1, 0.8) for name in unknown}
@@ -59,20 +56,18 @@ def unknown_variables() -> list[str]:
 
 
 def rank() -> str:
-    """Return the rank that torchrun or accelerate gave this process, or "" if no launcher started it."""
+    """Return the rank that a launcher gave this process, or ""."""
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
 
 
 def is_worker() -> bool:
-    """Return whether multiprocessing started this process. DataLoader workers are such processes."""
+    """Return whether multiprocessing started this process, such as a DataLoader worker."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.current_process().name != "MainProcess"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The values of all variables and options."""
-
     requested: bool  # NF4_PATCH=1, or true, yes, on, fast
     forbidden: str  # the result of ``keeps_off``
     strict: bool
@@ -88,21 +83,13 @@ class Config:
         cls, environ: Mapping[str, str] | None = None, before: Config | None = None, profile: str | None = None,
         **arguments: str | int | None,
     ) -> Config:  # fmt: skip
-        """Return the configuration.
+        """Return the configuration. ``before`` is the current one, or None if the patch is off.
 
-        An option gets the value of its argument. Without an argument, it keeps the value that it has in ``before``. If
-        ``before`` is None, it gets the value of its environment variable. ``profile`` sets the options that neither an
-        argument nor a variable has set.
-
-        Args:
-            environ: the environment variables, ``os.environ`` by default.
-            before: the current configuration, or None if the patch is off.
-            profile: "fast", or None for the profile in force.
-            arguments: the values of options, by the option's name. None means that no value is given.
+        An option gets the value of its argument. Without an argument, it keeps that of ``before``, or gets that of its
+        variable. The ``profile``, by default the one in force, sets options that were set in neither way.
 
         Raises:
-            ConfigError: a variable or an argument has a value that is not allowed, or a typed option needs another
-                release of a library.
+            ConfigError: a value is not allowed, or a typed option needs another release of a library.
         """
         environ = os.environ if environ is None else environ
         switches = {v.name: v.parse(v.name, environ.get(v.name, "")) for v in VARIABLES if v.argument not in OPTIONS}

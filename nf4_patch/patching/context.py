@@ -38,8 +38,7 @@ own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ 
 def returns_tensors(cls: type) -> bool:
     """Return whether PyTorch's operators return plain tensors for inputs of this class.
 
-    They do for Tensor, nn.Parameter and bitsandbytes' Params4bit. For a class with its own ``__torch_dispatch__`` or
-    ``__torch_function__``, they might not.
+    A class with its own ``__torch_dispatch__`` or ``__torch_function__`` might not, except bitsandbytes' Params4bit.
     """
     if cls is torch.Tensor:
         return True
@@ -50,26 +49,20 @@ def returns_tensors(cls: type) -> bool:
 
 
 def function_mode_active() -> bool:
-    """Return whether a TorchFunctionMode of the user or of another library is active.
-
-    PyTorch's own modes do not count, because they set the default device or record a graph, and both work with
-    nf4_patch's custom op. Dynamo can trace this function.
-    """
+    """Return whether a TorchFunctionMode is active that is not PyTorch's own. Dynamo can trace this."""
     return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is batched by vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
+    """Return whether vmap (``is_grads_batched=True``) batches ``tensor``."""
     return bool(torch._C._dispatch_keys(tensor).has(batched))
 
 
 def watched(gradient: torch.Tensor | None = None) -> Reason | None:
     """Return the Reason why PyTorch has to see every operation of this eager call, or None.
 
-    Transforms and traces are checked first, because no call may ignore them, while a recompute may ignore modes.
-
-    Args:
-        gradient: the gradient that a backward received.
+    Transforms and traces come first, because only modes may be ignored, in a recompute. A backward passes its
+    ``gradient``.
     """
     if transforms_active() is not None or (gradient is not None and is_batched(gradient)):
         return Reason.FUNCTORCH_TRANSFORM
@@ -83,7 +76,7 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
 
 
 def watched_trace() -> Reason | None:
-    """Do the checks of ``watched`` that apply to a traced call. Dynamo traces this function together with the call."""
+    """Do the checks of ``watched`` that apply to a traced call. Dynamo traces this function too."""
     if function_modes() and function_mode_active():
         return Reason.FUNCTION_MODE
     return Reason.EXPORTING if is_exporting() else None
@@ -92,8 +85,7 @@ def watched_trace() -> Reason | None:
 class PlainFunction(torch.autograd.Function):
     """Base class of autograd functions that are never called under functorch transforms.
 
-    Its ``apply`` skips the Python code that ``torch.autograd.Function.apply`` runs for functorch transforms. This saves
-    4 of 9 us per call (2-core CPU machine).
+    Its ``apply`` skips the Python code for them, which saves 4 of 9 us per call (2-core CPU machine).
     """
 
     @classmethod
@@ -130,7 +122,7 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
     """Keep Dynamo from compiling ``function`` and the functions that it calls, when an eager caller calls it.
 
-    A caller that Dynamo compiles still includes the function in its own graph. On PyTorch 2.6, nothing is done.
+    A compiled caller still includes the function in its own graph. On PyTorch 2.6, nothing is done.
     """
     # On GPUs below sm_80, such as the T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, and Dynamo
     # would compile each function that the frame calls. ``torch._dynamo.disable`` also prevents this, but makes each call slower
@@ -142,6 +134,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast is on with a dtype other than A's, so that the original matmul casts ``A``."""
+    """Return whether autocast makes the original matmul cast ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

@@ -13,7 +13,6 @@ logger = logging.getLogger("nf4_patch")
 
 @functools.cache
 def warn_once(sentence: str) -> None:
-    """Log a warning. The same sentence is logged only once."""
     logger.warning(sentence)
 
 
@@ -22,7 +21,7 @@ class FallbackError(RuntimeError):
 
 
 class HitCounter:
-    """Counts the kernel launches for one combination of target, weight shape, dtype and kernel."""
+    """The launches for one target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 
@@ -34,7 +33,7 @@ class HitCounter:
 class Counters:
     """Counts all hits and fallbacks of the process, except for calls inside a compiled graph.
 
-    Other threads may add entries at any time, so iterate only over a copy of a dictionary.
+    Other threads may add entries at any time, so iterate over a copy of a dictionary.
     """
 
     def __init__(self) -> None:
@@ -45,18 +44,13 @@ class Counters:
         self.errors: dict[str, int] = {}
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
-        """Return the HitCounter of a target, weight shape, dtype and kernel.
-
-        Args:
-            kernel: the name of the kernel, or "" for the dequantization kernel.
-        """
+        """Return a HitCounter. ``kernel`` is "" for the dequantization kernel."""
         return self.hit_counters.setdefault((target, tuple(shape), dtype.removeprefix("torch."), kernel), HitCounter())
 
     def uses_of(self, option: str) -> HitCounter:
         return self.uses.setdefault(option, HitCounter())
 
     def anything(self) -> bool:
-        """Return whether any call was counted."""
         return bool(self.fallbacks) or any(c.hits for c in [*self.hit_counters.values(), *self.uses.values()])
 
     def hits(self, target: str) -> int:
@@ -65,12 +59,10 @@ class Counters:
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
         """Count a fallback. Warn at the target's first fallback for each Reason that is not ``is_expected``.
 
-        Args:
-            strict: whether NF4_PATCH_STRICT=1 is set.
-            detail: the message of a kernel failure or internal error, or details of the Reason.
+        ``detail`` is the message of an error, or details of the Reason.
 
         Raises:
-            FallbackError: ``strict`` is True, and the Reason is not expected.
+            FallbackError: NF4_PATCH_STRICT=1 is set (``strict``), and the Reason is not expected.
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
@@ -89,7 +81,7 @@ class Counters:
             logger.warning("nf4_patch: %s. Further calls are only counted, see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
-        """Set all counts to zero. Keep the HitCounter objects, because launches hold references to them."""
+        """Set all counts to zero. Launches hold the HitCounter objects, which stay."""
         for counter in [*self.hit_counters.values(), *self.uses.values()]:
             counter.hits = 0
         self.fallbacks.clear()

@@ -31,13 +31,7 @@ def has_gradient(packed: Tensor) -> bool:
 
 
 def is_called_by(module: str) -> bool:
-    """Return whether the caller of the replaced library function is in a module whose name starts with ``module``.
-
-    A caller that only passes the weight on to its own caller (PASSED_ON) is skipped.
-
-    Args:
-        module: the start of a module's name, for example "unsloth.".
-    """
+    """Return whether a module whose name starts with ``module`` called the library function, looking through PASSED_ON."""
     frame: FrameType | None = sys._getframe(2)  # skip this function and ``of_state``
     while frame is not None and frame.f_globals is not REPLACEMENTS:
         frame = frame.f_back

@@ -54,7 +54,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
 
 
 def by_formula(weight: PackedWeight, out: Tensor | None) -> Tensor:
-    """Dequantize with PyTorch operators instead of the kernel. Fill ``out`` if it is given."""
+    """Dequantize with PyTorch operators instead of the kernel."""
     dense = reference.dense(weight)
     result = dense if out is None else out.copy_(dense)
     return result.t() if weight.transposed() else result

@@ -1,7 +1,7 @@
 """The effect of each option in this process: how many calls it handled, and why it refused other calls.
 
-Some targets belong to two options. A refused call counts for the option that its Reason names, such as
-``ACTIVATIONS_BUDGET``. Other calls count for the target's first option, or for the second if only that one is on or was used.
+A call of a target with two options counts for the option that its Reason names, such as ``ACTIVATIONS_BUDGET``. Otherwise
+it counts for the first option, or for the second if only that one is on or was used.
 """
 
 from __future__ import annotations
@@ -42,17 +42,13 @@ class Effect:
 
     @property
     def helps_little(self) -> bool:
-        """Return whether the option is on, but most calls that it is meant for ran the original.
-
-        Also return True if the user typed the option and it handled no call.
-        """
+        """Return whether the option is on, but refused most calls, or handled none although the user typed it."""
         meant = sum(n for name, n in self.refused.items() if Reason[name] not in NOT_MEANT)
         idle = self.typed and not self.used and counters.anything()
         return self.value != "off" and (idle or meant > self.used)
 
 
 def effects() -> dict[str, Effect]:
-    """Return each option's effect so far."""
     config, found = switch.config, {}
     for name, option in OPTIONS.items():
         used, refused = counted(name, option)
@@ -62,7 +58,7 @@ def effects() -> dict[str, Effect]:
 
 
 def counted(name: str, option: Option) -> tuple[int, dict[str, int]]:
-    """Return how many calls an option handled, and how many it refused for each Reason, by name."""
+    """Return how many calls an option handled, and how many it refused, by the Reason's name."""
     targets = {target.name for target in TARGETS if owner(target) == name} | {name}
     refused: Counter[str] = Counter()
     for (target, reason), count in list(counters.fallbacks.items()):
@@ -84,7 +80,7 @@ def in_use(name: str) -> bool:
 
 
 def owner(target: Target, reason: Reason | None = None) -> str:
-    """Return the option under which the target's calls are counted, or "" if the target needs no option."""
+    """Return the option under which the target's calls are counted, or ""."""
     first, second = target.option, target.or_option
     if second and reason is not None:
         for name in (first, second):
@@ -98,8 +94,7 @@ def owner(target: Target, reason: Reason | None = None) -> str:
 def line(name: str, effect: Effect, told: set[str] | None = None) -> str:
     """Describe an option's effect in one line: how many calls it handled, why it handled no more, and what to do.
 
-    Args:
-        told: names of Reasons that need no explanation. A Reason that is explained here is added.
+    Reasons in ``told`` need no explanation. Those that are explained here are added to it.
     """
     option = OPTIONS[name]
     if effect.lacks:
@@ -122,7 +117,7 @@ def line(name: str, effect: Effect, told: set[str] | None = None) -> str:
 
 
 def explain(name: str, told: set[str] | None = None) -> str:
-    """Return a Reason's name with its sentence and advice, or only its name if ``told`` has it."""
+    """Return a Reason's name with its sentence and advice, unless it is in ``told``."""
     told, reason = set() if told is None else told, Reason[name]
     if name in told:
         return name
@@ -155,7 +150,7 @@ def refused(target: str, reason: Reason) -> None:
 
 
 def is_idle(option: Option, effect: Effect, report: Any) -> bool:
-    """Return whether an option without a counter of calls is on but did nothing, according to its report."""
+    """Return whether an option without a counter did nothing."""
     return bool(option.idle) and effect.value != "off" and not report
 
 
@@ -173,7 +168,6 @@ def say(name: str) -> None:
 
 @functools.cache
 def say_at_exit() -> None:
-    """At process exit, log the effect of each option that helped little."""
     process = os.getpid()
 
     def end() -> None:

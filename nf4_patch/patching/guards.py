@@ -17,7 +17,7 @@ from .reasons import Reason
 
 
 def describe(weight: PackedWeight) -> str:
-    """Return a description of a weight for an error message: dtypes, shapes, device and blocksize."""
+    """Describe a weight for an error message."""
 
     def shape(field: Any) -> str:
         return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
@@ -72,7 +72,7 @@ def _too_old(weight: PackedWeight) -> bool:
 def _not_plain(tensor: Tensor) -> bool:
     """Return whether the kernel would read wrong values from the tensor's memory.
 
-    This is the case for a sparse or non-contiguous tensor, and for a negative or conjugate view.
+    The tensor is then sparse, not contiguous, or a negative or conjugate view.
     """
     if is_compiling():  # Dynamo cannot trace the other checks
         return not tensor.is_contiguous()
@@ -82,8 +82,7 @@ def _not_plain(tensor: Tensor) -> bool:
 def _subclass(weight: PackedWeight) -> bool:
     """Return whether a tensor of the weight is a subclass that overrides PyTorch's operators.
 
-    Of the packed bytes, only ``__torch_dispatch__`` is checked here, because ``Dequantizer.of_state`` has already checked
-    ``__torch_function__``.
+    ``Dequantizer.of_state`` has already checked the ``__torch_function__`` of the packed bytes.
     """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
@@ -108,14 +107,9 @@ GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
 
 
 def why_not(weight: PackedWeight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
-    """Return the first Reason why the kernels do not support this weight, or None if they do.
+    """Return the first Reason, except those in ``ignore``, why the kernels do not support this weight, or cannot fill ``out``.
 
     Only properties of the tensors are read, not their values.
-
-    Args:
-        out: the tensor to fill. It must be contiguous, require no gradient, and have the weight's shape, dtype and
-            device.
-        ignore: the Reasons whose guards are skipped.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):

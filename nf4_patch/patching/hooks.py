@@ -1,8 +1,4 @@
-"""Turn the patch on and off.
-
-A target is a library function to replace. If the function's module is not imported yet, the function is replaced when the
-module is imported.
-"""
+"""Turn the patch on and off. A target whose module is not imported yet is replaced when the module is imported."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ def enable(profile: str | None = None, **options: Given) -> bool:
 
 
 def put_in_force(config: Config | None) -> None:
-    """Turn the patch on with ``config``, or off if ``config`` is None. Environment variables are not read again."""
+    """Turn the patch on with ``config``, or off with None. Environment variables are not read again."""
     global _hooked
     with lock:
         if any(map(is_of_an_earlier_import, TARGETS)):
@@ -74,7 +70,6 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
-    """Turn off every replacement. Put each original back, unless another library has replaced or wrapped the replacement."""
     put_in_force(None)
 
 
@@ -82,7 +77,7 @@ def disable() -> None:
 def block(profile: str | None = None, **options: Given) -> Iterator[None]:
     """Turn the patch on inside a ``with`` block. See :func:`nf4_patch.enabled`.
 
-    Several threads can be in such blocks at the same time, and the blocks can end in any order.
+    Blocks of several threads may overlap and end in any order.
     """
     before: list[Config | None] = []
     try:
@@ -105,17 +100,16 @@ def block(profile: str | None = None, **options: Given) -> Iterator[None]:
 
 
 def hook(target: Target) -> None:
-    """Install the target now if its module is already imported, and otherwise when the module is imported."""
+    """Install the target now, or when its module is imported."""
     wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
 
 
 class Halfway(ModuleSpec):
     """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    During its import, a module might not have defined a target yet, or might define it again later. For example,
-    transformers.integrations.bitsandbytes imports bitsandbytes before it defines any class, and with NF4_PATCH=1 that
-    import turns the patch on. Python sets ``_initializing`` to False at the end of an import, even if the import
-    failed. This tells the spec that the import has ended.
+    A module might define a target at the end of its import, or define it again. For example,
+    transformers.integrations.bitsandbytes first imports bitsandbytes, which turns the patch on with NF4_PATCH=1. At the
+    end of an import, even a failed one, Python sets ``_initializing`` to False.
     """
 
     _initializing: bool
@@ -138,7 +132,7 @@ def is_halfway(module: ModuleType) -> bool:
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
-    """Install the target. Errors are logged, not raised, because an error would make the user's import fail."""
+    """Install the target. Log errors, because an exception would make the user's import fail."""
     try:
         with lock:
             if (switch.on or target.permanent) and not any(
@@ -153,5 +147,4 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
 
 @functools.cache
 def _log_once(sentence: str) -> None:
-    """Log ``sentence`` with the traceback of the current exception. Log each sentence only once."""
     logger.exception(sentence)

@@ -1,7 +1,6 @@
 """Locks that are free in a forked child process, and a mark of the ``with`` block that a thread runs.
 
-The child has only the thread that forked. If another thread held a lock during the fork, no thread of the child could
-release it.
+The child has only the thread that forked, so no thread could release a lock that another thread held.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """Return an RLock that is free in a forked child, even if another thread held it during the fork.
-
-    If another thread held the lock, the data that it protects might be inconsistent in the child.
-    """
+    """Return an RLock that is free in a forked child, where data that it protects might be inconsistent."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -31,7 +27,7 @@ class Running:
 
 
 class Block(threading.local):
-    """Tells whether this thread runs a certain ``with`` block. An interrupt of the block's cleanup does not leave ``on`` True."""
+    """Tells whether this thread runs a certain ``with`` block, also after an interrupt of the block's cleanup."""
 
     by: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to the running block
 

@@ -1,7 +1,4 @@
-"""Detect whether a module has hooks or a replaced ``forward``.
-
-Code that computes a module's result without calling the module would skip such hooks and such a ``forward``.
-"""
+"""Detect module hooks and a replaced ``forward``, which code that computes a module's result without calling it would skip."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # Py
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     """Return whether a call of ``module`` runs code other than the ``forward`` of its class and the hooks in ``known``.
 
-    A hook of accelerate that only moves inputs to another device does not count. If a model is spread over several GPUs, every
-    module has such a hook.
+    A hook of accelerate that only moves inputs to another device does not count. Every module of a model on several GPUs
+    has it.
     """
     own = vars(module)
     for kind in HOOKS:

@@ -1,9 +1,8 @@
 """The op ``nf4_patch::dequantize_nf4``, which dequantizes under torch.compile, and in eager calls under a dispatch mode.
 
-Eager calls without a dispatch mode launch the kernel directly. The op's fake implementation, which runs during a
-trace, checks whether the kernel supports the weight. So Dynamo does not trace the checks in guards.py, which saves 10
-of 28 ms per weight (2-core CPU machine, torch 2.13). For an unsupported weight, the fake implementation returns a
-bool tensor whose length is the Reason's index in REASONS.
+Other eager calls launch the kernel directly. During a trace, the op's fake implementation checks whether the kernel
+supports the weight. If not, it returns a bool tensor whose length is the Reason's index in REASONS. Dynamo therefore does
+not trace guards.py, which saves 10 of 28 ms per weight (2-core CPU machine, torch 2.13).
 """
 
 from __future__ import annotations
@@ -37,18 +36,15 @@ SCHEMA = (
 
 
 def given(*fields: Any) -> PackedWeight:
-    """Build the PackedWeight from the op's arguments."""
     *others, shape, dtype, quant_type = fields
     return PackedWeight._make((*others, tuple(shape), dtype, quant_type))
 
 
 def kernel(*fields: Any) -> Tensor:
-    """Dequantize into a new tensor of the weight's ``shape``.
-
-    If the kernel cannot run, use PyTorch operators, because a compiled graph cannot fall back to the original function.
+    """Dequantize into a new tensor. If the kernel cannot run, use PyTorch operators: a compiled graph cannot call the original.
 
     Raises:
-        ValueError: neither the kernel nor PyTorch operators can dequantize the weight.
+        ValueError: neither can dequantize the weight.
     """
     weight = given(*fields)
     memo = weight.memo()
@@ -69,7 +65,7 @@ def kernel(*fields: Any) -> Tensor:
 
 
 def fake(*fields: Any) -> Tensor:
-    """Return an empty result of the op, or a bool tensor that encodes the Reason why the weight is not supported."""
+    """Return an empty result, or a bool tensor that encodes the Reason."""
     weight = given(*fields)
     # TENSOR_SUBCLASS is ignored, because in a fake implementation every tensor is a FakeTensor.
     reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))
@@ -88,8 +84,7 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload must 
 def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: Any, *plain: Any) -> Tensor | Reason:
     """Call the op on the fields of a PackedWeight. Return the dense weight, or the Reason why the weight is not supported.
 
-    If the packed bytes are transposed (their shape is [1, bytes]), the result is transposed too. Dynamo can trace this
-    function.
+    Transposed packed bytes give a transposed result. Dynamo can trace this function.
     """
     # Return a Reason for values that a QuantState can hold but the op's schema does not accept.
     blocksize, blocksize2, shape, dtype, quant_type = plain

@@ -1,7 +1,7 @@
 """The classes of environment variables and options. An option is a variable that is also an argument of ``enable``.
 
-Each option is defined in the module ``option`` of the option's folder. To keep ``import nf4_patch`` cheap, such a
-module imports only this module and ``memory.waits`` from nf4_patch.
+Each option's folder defines it in a module ``option``, which imports only this module and ``memory.waits`` from
+nf4_patch, to keep ``import nf4_patch`` cheap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALLEST = 10**6  # a smaller number needs a unit, because the user probably did
 
 
 def size_of(text: str) -> int | None:
-    """Convert a size such as "6GiB", "6G", "6.5 GB" or "6442450944" to bytes. Return None for any other text."""
+    """Convert a size such as "6GiB", "6G", "6.5 GB" or "6442450944" to bytes, any other text to None."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in ("", *SPELLINGS):
         return None
@@ -43,10 +43,9 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Format a size in bytes, for example as "6 GiB" or "1.5 GB".
+    """Format a size in bytes in the unit in which it is exact, with at most four digits before the point and one after it.
 
-    If the size is exact in some unit, with at most four digits before the point and one after it, use this unit. Otherwise
-    round to three digits.
+    Otherwise round to three digits.
     """
     for unit, base in UNITS.items():
         if 10_000 * base > size >= base > 1 and 10 * size % base == 0:
@@ -79,14 +78,11 @@ class Variable:
         return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
     def word(self, text: str) -> str:
-        """Return ``text``. A subclass can translate synonyms of allowed values here."""
+        """Return ``text``. Subclasses translate synonyms."""
         return text
 
     def parse(self, name: str, given: Any) -> Any:
-        """Convert the user's value to one of the allowed values or to a size in bytes.
-
-        Args:
-            name: the name of the argument or variable, for error messages.
+        """Convert the user's value to an allowed value or to bytes. ``name`` is the argument or variable, for error messages.
 
         Raises:
             ConfigError: ``given`` is not allowed.
@@ -125,21 +121,20 @@ class Option(Variable):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the rows of TARGETS that are ``required`` and have this option as their field ``option``."""
+        """Return the required targets with this option as their first."""
         return tuple(target for target in TARGETS if target.option == self.argument and target.required)
 
     def word(self, text: str) -> str:
-        """Translate "false" to "off". If only one value turns the option on, translate "true" to this value."""
+        """Translate "false" to "off", and "true" to the only other value."""
         values = [value for value in self.allowed if value != "off"]
         if text == "true" and len(values) == 1 and not self.size:
             return values[0]
         return "off" if text == "false" else text
 
     def lacks(self) -> tuple[str, ...]:
-        """Return the option's unmet requirements, such as "peft >= 0.17". Meeting any one of them is enough.
+        """Return the option's unmet requirements, such as "peft >= 0.17", or () if one of them is met, which is enough.
 
-        The result is empty if one requirement is met. A library without metadata, for example a checkout on
-        PYTHONPATH, counts as installed.
+        A library without metadata, for example a checkout on PYTHONPATH, counts as installed.
         """
         missing: dict[str, None] = {}
         for target in self.targets:

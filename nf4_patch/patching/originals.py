@@ -20,7 +20,7 @@ for library in LIBRARIES:
 def is_own(function: Any, module: str, *names: str) -> bool:
     """Return whether ``function`` is defined in ``module`` under one of ``names``, or is our replacement of that function.
 
-    The check reads the function's globals and code, because functools.wraps copies ``__name__`` and ``__module__``.
+    functools.wraps copies ``__name__`` and ``__module__``, so globals and code are read.
     """
     while is_ours(function) or is_passed_on(function):
         function = function.__wrapped__
@@ -37,25 +37,21 @@ def is_own(function: Any, module: str, *names: str) -> bool:
 
 
 def is_passed_on(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper that only calls the function that it wraps (PASSED_ON)."""
+    """Return whether ``function`` only calls the function that it wraps (PASSED_ON)."""
     module = getattr(function, "__globals__", {}).get("__name__", "")
     name = getattr(getattr(function, "__code__", None), "co_name", "")
     return PASSED_ON.get(module) == name and hasattr(function, "__wrapped__")
 
 
 def is_written_here(function: Any, module: str) -> bool:
-    """Return whether the function's code was compiled from the file of ``module``."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.replace("\\", "/").endswith(f"{module.replace('.', '/')}.py")
 
 
 def replaced(target: Target, original: Any) -> str:
-    """Return the name of a library function that somebody else replaced and whose work the target's replacement does itself.
+    """Return the name of a function that somebody else replaced and whose work the target's replacement does itself, or "".
 
-    Return "" if there is no such function.
-
-    Args:
-        original: the function that the library has at the target's name.
+    ``original`` is the function at the target's name.
     """
     if target.own and not is_own(original, target.module, *target.own):
         return target.name

@@ -22,8 +22,6 @@ Place = tuple[Any, str]  # a module, class or dict, and a name in it
 
 
 class Pair(NamedTuple):
-    """An original function and its replacement."""
-
     original: Callable[..., Any]
     replacement: Callable[..., Any]
 
@@ -32,8 +30,8 @@ class Pair(NamedTuple):
 class Installed:
     """A target's replacements and their places, or the reason why the target cannot be replaced.
 
-    A target has several pairs if another library put its own function at the target's name while other modules still
-    hold the first original. The last pair belongs to the function that the latest ``enable()`` found at that name.
+    There are several pairs if another library put its own function at the target's name while other modules still hold
+    the first original. The last pair belongs to the function that the latest ``enable()`` found there.
     """
 
     target: Target
@@ -53,11 +51,11 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """Return the function now under the target's name, even if its module was reloaded."""
+        """Return the function under the target's name, even after a reload."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
-        """Return the target's state: PATCHED, WRAPPED, DISPLACED or REFUSED."""
+        """Return PATCHED, WRAPPED, DISPLACED or REFUSED."""
         current = self.current()
         pair = self.pair_of(current)
         if pair is not None and current is not pair.original:
@@ -65,24 +63,21 @@ class Installed:
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
     def why_displaced(self) -> str:
-        """Return a sentence that explains why the target is in the state DISPLACED."""
+        """Return a sentence for the state DISPLACED."""
         if why := refusal_of(self.target, self.current()):
             return f"another library put its own function in place, which cannot be replaced: {why}"
         return "another library put its own function in place; call enable() again to replace it"
 
     def pair_of(self, function: Any) -> Pair | None:
-        """Return the pair whose original, replacement or wrapped replacement is ``function``, or None."""
+        """Return the pair of an original, a replacement or a wrapped replacement."""
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
-        """Record that ``function``, which the target's name now refers to, cannot be replaced.
-
-        The pairs of earlier functions stay, so that ``swap`` still replaces these functions where other modules hold them.
-        """
+        """Record why ``function``, now at the target's name, cannot be replaced. Earlier functions still are."""
         self.refused, self.refusal = function, why
 
     def use(self, pair: Pair, place: Place) -> None:
-        """Make ``pair`` the last pair, and record the place of the target's function."""
+        """Make ``pair`` the last pair, and record the place."""
         if pair not in self.pairs:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]
@@ -90,19 +85,13 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Follow ``__wrapped__`` from ``function``, and add a Pair for each wrapped function that some module still holds.
-
-        A module still holds a wrapped function if it imported this function by name before another library wrapped it.
-        """
+        """Follow ``__wrapped__``, and add a Pair for each function that a module imported by name before it was wrapped."""
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):
                 self.pairs.insert(0, Pair(function, self.target.make(function)))
 
     def swap(self, on: bool) -> None:
-        """Put the replacements in all places if ``on`` is True, else put the originals back.
-
-        With ``patch_copies``, the places include the copies of the function in other modules.
-        """
+        """Put replacements (``on``) or originals in all places, with ``patch_copies`` also in other modules."""
         current = self.current()
         if self.swapped is on and not any(current is pair[not on] for pair in self.pairs):
             # Nothing is left to swap. The search for copies would take 3 ms (2-core CPU machine, 3,700 modules).
@@ -125,7 +114,7 @@ installed: dict[str, Installed] = {}
 
 
 def install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Make the target's replacement, and put it in place if ``wanted`` is True."""
+    """Make the target's replacement, and put it in place if ``wanted``."""
     place = target.holder(module)
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
@@ -154,22 +143,22 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_in_release(target: Target) -> bool:
-    """Return whether the installed release of the target's library is in ``Target.releases``.
+    """Return whether the library's installed release is in ``Target.releases``.
 
-    An older release may have a function with the same name and parameters, but call it in another way.
+    An older release may call the function in another way.
     """
     release = release_of(target.library)  # None for a checkout on PYTHONPATH
     return release is None or holds(release, target.releases)
 
 
 def is_of_an_earlier_import(target: Target) -> bool:
-    """Return whether the target's function is a replacement from an earlier import of this package in this process."""
+    """Return whether the function is a replacement from an earlier import of this package."""
     function = get_attr(*target.holder(sys.modules.get(target.module)))
     return is_ours(function) and function.__nf4_patch__[1] is not Target
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
-    """Return the value that a module, class or dict holds under ``name``. For a class method, return its function."""
+    """Return what a module, class or dict holds under ``name``, for a class method its function."""
     if isinstance(holder, dict):
         return holder.get(name, default)
     value = getattr(holder, name, default)
@@ -177,9 +166,9 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Set ``name`` in a module, dict or class to ``function``. A static or class method keeps its kind.
+    """Set ``name`` in a module, dict or class. A static or class method keeps its kind.
 
-    If the class would inherit ``function`` under this name, delete the name from the class instead.
+    A class inherits ``function`` if it can.
     """
     if isinstance(holder, dict):
         holder[name] = function
@@ -191,7 +180,7 @@ def put(holder: Any, name: str, function: Any) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """Return whether ``function`` is a replacement that this package made, possibly before the package was reloaded."""
+    """Return whether this package, maybe before a reload, made ``function`` as a replacement."""
     mark = getattr(function, "__nf4_patch__", None)
     return isinstance(mark, tuple) and mark[0] is function
 
@@ -214,8 +203,8 @@ def refusal_of(target: Target, function: Any) -> str:
 def copies(target: Target, functions: list[Any]) -> list[Place]:
     """Return the modules that hold one of ``functions`` in a global, with the global's name.
 
-    In modules of other libraries, only globals with the function's own name count. A copy with another name is probably meant
-    to stay the original, for example for a comparison.
+    In other libraries, the name must be the function's. A copy with another name is probably meant to stay the original,
+    for example for a comparison.
     """
     own_name = target.name.rpartition(".")[2]
     wanted, library = set(map(id, functions)), target.library
@@ -237,7 +226,7 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
 
 
 def is_wrapped_by(pair: Pair, function: Any) -> bool:
-    """Return whether ``function`` is the pair's replacement, or a wrapper that might call the replacement."""
+    """Return whether ``function`` is, or might call, the pair's replacement."""
     seen = {id(pair.original): pair.original}  # ``seen`` keeps the functions alive, so that no id is reused
     waiting = [function]
     for current in waiting:
@@ -252,7 +241,7 @@ def is_wrapped_by(pair: Pair, function: Any) -> bool:
 def functions_in(function: Any) -> Iterator[Any]:
     """Yield the functions that a wrapper holds as ``__wrapped__``, in closure cells and in the globals that it names.
 
-    ``__wrapped__`` alone is not enough, because Unsloth (2026.10.9) wraps seven methods of transformers and peft without it.
+    Unsloth (2026.10.9) wraps seven methods of transformers and peft without ``__wrapped__``.
     """
     with contextlib.suppress(Exception):  # attributes of other libraries' objects may raise any error
         yield function.__wrapped__

@@ -15,7 +15,7 @@ new: Any = tuple.__new__
 
 
 def fields_of(packed: Tensor, state: Any) -> Any:
-    """Return the fields of a PackedWeight as a tuple, or the Reason why ``state`` lacks a field. Dynamo can trace this function."""
+    """Return the fields of a PackedWeight, or the Reason why ``state`` lacks one. Dynamo can trace this function."""
     try:
         # This line does not use getattr. If the attribute is missing, getattr would make Dynamo trace
         # QuantState.__getattr__ and add guards for it.
@@ -37,15 +37,15 @@ def fields_of(packed: Tensor, state: Any) -> Any:
 
 
 def weight_of(packed: Tensor, state: Any) -> Any:
-    """Make a PackedWeight from packed bytes and their QuantState, or return the Reason why this is impossible."""
+    """Make a PackedWeight, or return the Reason why this is impossible."""
     fields = fields_of(packed, state)
     return fields if type(fields) is Reason else new(PackedWeight, fields)
 
 
 def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
-    """Return CPU_PACKING if ``reason`` is STATE_FIELDS and the weight is packed for the CPU, else ``reason``.
+    """Return CPU_PACKING instead of STATE_FIELDS if bitsandbytes packed the weight for the CPU.
 
-    When bitsandbytes packs a weight [N, K] for the CPU, absmax becomes a bf16 tensor of shape [K / blocksize, N].
+    absmax is then a bf16 tensor [K / blocksize, N].
     """
     repacked = reason is Reason.STATE_FIELDS and isinstance(absmax, Tensor) and absmax.dim() == 2
     return Reason.CPU_PACKING if repacked and absmax.dtype is torch.bfloat16 else reason
@@ -55,7 +55,7 @@ def linear_weight(
     dtype: Any, packed: Tensor, shape: Any, absmax: Any, blocksize: int, quant_type: str,
     absmax_8bit: Any, absmax_code: Any, absmax_offset: Any,
 ) -> PackedWeight:  # fmt: skip
-    """Make a PackedWeight from the arguments of bitsandbytes 0.50's 4-bit linear functions."""
+    """Make a PackedWeight from the arguments of bitsandbytes 0.50's functions."""
     plain = tuple(shape), dtype, quant_type
     if absmax_8bit is None:
         fields: Any = packed, absmax, None, None, None, blocksize, 0, *plain

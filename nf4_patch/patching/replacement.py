@@ -1,7 +1,7 @@
 """Make the replacements of library functions.
 
-A replacement first tries code of nf4_patch, its ``attempt``. If the attempt fails or returns a Reason, the replacement
-falls back to the original, which gets the caller's own arguments. ``replacement_of`` makes all replacements.
+A replacement first tries code of nf4_patch, its ``attempt``. If this fails or returns a Reason, the original runs with
+the caller's own arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Fallbacks:
         self.details: dict[Reason, str] = {}
 
     def unavailable(self, error: KernelUnavailable) -> Reason:
-        """Return the Reason for an error that a kernel launch raised."""
         reason = Reason[error.reason]
         if reason is Reason.KERNEL_FAILED:
             self.details[reason] = str(error)
@@ -57,19 +56,12 @@ class Fallbacks:
         effects.refused(self.target, reason)
 
     def refuse(self, reason: Reason) -> NoReturn:
-        """Count a fallback, and raise an error instead of running the original, which would compute wrong numbers.
-
-        Raises:
-            ValueError: always.
-        """
+        """Count a fallback, and raise a ValueError, because the original would compute wrong numbers."""
         counters.fallbacks[self.target, reason] += 1
         raise ValueError(f"{self.target}: {reason.sentence} ({reason.name}); {reason.advice}")
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
-        """Call ``function`` and return its result. If the result is a Reason, count it.
-
-        If ``function`` fails, count and return a Reason.
-        """
+        """Call ``function``. If it fails or returns a Reason, count and return a Reason."""
         result: T | Reason
         try:
             result = function(*args, **kwargs)
@@ -90,14 +82,13 @@ def replacement_of(
     """Return a replacement that tries ``attempt`` while the target's option is on, and otherwise calls the original.
 
     Args:
-        attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run. If
-            ``attempt`` raises an error, the error is logged and the original runs. ``attempt`` may also return a tuple
-            (function, *arguments). The replacement then calls this function, and its errors reach the caller.
+        attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run, as it does
+            after an error, which is logged. It may also return (function, *arguments), a call whose errors reach the caller.
         traced: called instead of ``attempt`` while Dynamo traces. Its errors are not caught, and nothing is counted.
             None means that Dynamo traces the original.
-        is_body: True if the original is the body of an op, or calls an op. Dynamo must then not compile the replacement,
-            because it would compile the original as a separate graph.
-        refuses: if True, raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
+        is_body: the original is the body of an op, or calls one. Dynamo must then not compile the replacement, because it
+            would compile the original as a separate graph.
+        refuses: raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
     """
     option, other = target.option, target.or_option or target.option
     if name := replaced(target, original):
@@ -138,7 +129,7 @@ def replacement_of(
 
 
 def leaves(name: str) -> Function:
-    """Return an ``attempt`` that leaves each call to the original, because somebody replaced the function ``name``."""
+    """Return an ``attempt`` that leaves each call to the original, because somebody replaced ``name``."""
 
     def attempt(*args: Any, **kwargs: Any) -> Reason:
         warn_once(
@@ -151,10 +142,7 @@ def leaves(name: str) -> Function:
 
 
 def instead(function: Function) -> Function:
-    """Return an ``attempt`` that calls ``function`` instead of the original.
-
-    Errors of ``function`` reach the caller. Its calls are not counted.
-    """
+    """Return an ``attempt`` that calls ``function``, whose errors reach the caller, uncounted."""
     return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
 
 

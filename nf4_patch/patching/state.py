@@ -23,5 +23,5 @@ class State(str, enum.Enum):  # Python 3.11's StrEnum, for 3.10 as well
 
     @property
     def was_patched(self) -> bool:
-        """Return whether the replacement was put in place, even if another library wrapped or displaced it afterwards."""
+        """Return whether the replacement was in place at some time."""
         return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

@@ -19,8 +19,7 @@ class Gate:
 class Switch(Gate):
     """The state of the patch, with one gate per option.
 
-    Code that depends on the configuration registers a function with ``follow``, which is called at every change. This
-    way, the module needs to import neither that code nor torch.
+    Code that depends on it registers a function with ``follow``, so that this module imports neither that code nor torch.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,6 @@ class Switch(Gate):
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
-        """Turn the patch on with a configuration, or off with None."""
         self.strict = config is not None and config.strict
         self.config, self.on = config, config is not None
         for option in OPTIONS:
@@ -41,15 +39,15 @@ class Switch(Gate):
             follower(config)
 
     def wants(self, target: Target) -> bool:
-        """Return whether one of the target's options is on. For a target without options, return whether the patch is on."""
+        """Return whether the patch or, if the target has any, one of its options is on."""
         return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:
-        """Return the current value of an option, or "off" while the patch is off."""
+        """Return an option's value, or "off" while the patch is off."""
         return "off" if self.config is None else self.config.options[option]
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:
-        """Call ``follower`` with the configuration now and at every change."""
+        """Call ``follower`` now and at every change."""
         self.followers.append(follower)
         follower(self.config)
 

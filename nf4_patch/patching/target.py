@@ -25,29 +25,26 @@ class Target:
     """A library function that nf4_patch replaces, as one row of the table ``TARGETS``.
 
     Attributes:
-        function: the function, as "module:attribute". A dotted attribute is a method of a class, or an entry of a dict
-            in a class.
-        releases: releases of the library that have the function, such as ">= 1.0" or "<= 1.0". In other releases, the
-            function is not patched.
+        function: "module:attribute". A dotted attribute is a method of a class, or an entry of a dict in a class.
+        releases: releases of the library that have the function, such as ">= 1.0". In others, it is not patched.
         tested: releases that the tests ran with.
-        parameters: lists of parameter names that the replacement supports. A function with other names is not patched.
-        replace: the function that makes the replacement, as "module:function" relative to this package, for example
-            ".libraries.unsloth.adapters:fast_dequantize". This function takes the row and the original.
-        covers: the calls that the replacement speeds up, or its purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
-        option: the option that has to be on. "" means that only the patch has to be on. ALWAYS means that the
-            replacement stays in place when the patch is turned off, because models with packed experts still need it.
-        or_option: a second option. The replacement is used if one of the two options is on.
-        unless: the name of an attribute. If the function's module has this attribute, the row is skipped.
-        after: the module whose import installs the row, if that is not the function's own module.
-        uncounted: the note that ``status()`` shows if the function's calls are not counted as hits.
+        parameters: lists of supported parameter names. A function with other names is not patched.
+        replace: the function that makes the replacement from the row and the original, as "module:function" relative to
+            this package, for example ".libraries.unsloth.adapters:fast_dequantize".
+        covers: the calls that get faster, or the purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
+        option: the option that has to be on. "" means only the patch. ALWAYS means that the replacement stays in place when
+            the patch is turned off, because models with packed experts still need it.
+        or_option: a second option, which is enough too.
+        unless: an attribute. If the function's module has it, the row is skipped.
+        after: the module whose import installs the row, if not the function's own.
+        uncounted: the note in ``status()`` if the function's calls are not counted as hits.
         patch_copies: also replace the function in modules that imported it by name.
         own: for a replacement that computes the result itself, the possible names of the function in the library's source.
             If somebody else put another function in its place, that function runs (Reason.REPLACED). Empty for
             dequantizations, because all of them compute the same result.
-        rows: the largest row count that the function supports, if the fused matmul is timed against it.
-        timed: the function that calls the original to time it, in the format of ``replace``. It takes the original,
-            x [m, k], the PackedWeight and the QuantState.
-        required: whether the option needs the row. If not, the option also works without the row's library.
+        rows: the most rows that the function supports, if the fused matmul is timed against it.
+        timed: calls the original to time it, with x [m, k], the PackedWeight and the QuantState. In the format of ``replace``.
+        required: whether the option needs the row, and therefore its library.
         computes: further library functions that the replacement computes itself, as "module:attribute".
     """
 
@@ -79,24 +76,18 @@ class Target:
 
     @functools.cached_property
     def library(self) -> str:
-        """Return the name of the library, which is its top-level package and also its distribution."""
         return self.module.partition(".")[0]
 
     @property
     def trigger(self) -> str:
-        """Return the module whose import installs the row."""
         return self.after or self.module
 
     @property
     def permanent(self) -> bool:
-        """Return whether the replacement stays in place when the patch is turned off."""
         return self.option == ALWAYS
 
     def holder(self, module: Any) -> tuple[Any, str]:
-        """Return the module, class or dict that holds the function, and the function's name in it.
-
-        The first value is None if there is no such module, class or dict.
-        """
+        """Return the module, class or dict (or None) that holds the function, and the function's name in it."""
         *classes, name = self.function.partition(":")[2].split(".")
         for each in classes:
             module = getattr(module, each, None)

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield cases that cover, for each output dtype, all properties that affect the kernel or its launch."""
+    """Yield cases that cover, for each dtype, all properties that affect the kernel or its launch."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)
@@ -50,7 +50,7 @@ def every_case() -> Iterator[Case]:
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
     """Return a random weight packed by bitsandbytes, and its QuantState.
 
-    The first and the last byte of an FP4 weight hold minus zero and zero, which a random weight might lack.
+    An FP4 weight begins and ends with minus zero and zero, which a random one might lack.
     """
     import bitsandbytes.functional as F
 

@@ -159,9 +159,8 @@ class DoctorReport(Report):
 def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False, offload: str = "") -> DoctorReport:
     """Examine the machine: compile the kernels, and enable the patch for a moment to look at the targets.
 
-    Args:
-        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only its release is checked.
-        offload: a model's name or folder, for which the report says which ``offload=`` it needs.
+    With ``unsloth``, import it too, which takes 8 s and patches other libraries. The report says which ``offload=`` the
+    model ``offload``, a name or folder, needs.
 
     Raises:
         ConfigError: an NF4_* variable has an unknown value.
@@ -180,10 +179,9 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 
 
 def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the lines that the user should type, by the purpose of the line.
+    """Return the lines that the user should type, by their purpose.
 
-    The settings for SFTConfig are advised only for GPUs that wait for Python. A mixture of experts has to fit on the GPU with
-    the least memory.
+    GPUs that wait for Python get settings for SFTConfig. A mixture has to fit on the GPU with the least memory.
     """
 
     def has(name: str, condition: str) -> bool:
@@ -251,7 +249,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[Judged], list[str]]:
-    """Import the libraries. Return the state of each target, and sentences about calls that would not get faster."""
+    """Import the libraries. Return the targets' states, and sentences about calls that would not get faster."""
     # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
@@ -278,10 +276,8 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> Judged:
     """Return the state that a target would have in a training run.
 
-    Args:
-        release: the installed release of the target's library, or "".
-        status: the target's status while ``examine_targets`` had the patch on.
-        failure: why the import of the library failed, or "".
+    ``release`` of the library is "" if it is not installed. ``status`` is that while ``examine_targets`` had the patch
+    on. ``failure`` says why the import failed, or is "".
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)
@@ -306,7 +302,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:
-    """Return sentences that say which calls of a target still run Unsloth's own kernel, and what to do about it."""
+    """Say which calls of a target still run Unsloth's own kernel, and what to do about it."""
     if target.replace != DEQUANTIZE or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter

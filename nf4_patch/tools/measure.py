@@ -1,7 +1,6 @@
 """``nf4-patch doctor --measure``: time training steps on this machine's GPU, with and without the patch.
 
-One process alternates between the configurations in SIDES. Each turn switches the patch on or off, so layers are
-captured and caches are filled in each turn.
+One process alternates between the SIDES. Each turn captures layers and fills caches anew.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Measured(Report):
         return [row for row in self.rows if row["side"] == side]
 
     def to_send(self) -> str:
-        """Return a table with one row, in Markdown."""
+        """Return a Markdown table with one row."""
 
         def each(side: str, key: str, form: str) -> str:
             return " / ".join("?" if row[key] is None else form.format(row[key]) for row in self.of(side))
@@ -105,7 +104,7 @@ def expect(before: dict[str, Any], full: dict[str, Any], fast: dict[str, Any]) -
 
 
 def measure(name: str = "", layers: int = 4, tell: Progress = silent) -> Measured:
-    """Measure up to ``layers`` layers with the shapes of a model, given as a name or a folder, by default Llama-3.1-8B.
+    """Measure up to ``layers`` layers with the shapes of a model, a name or a folder, by default Llama-3.1-8B.
 
     Raises:
         NotAvailable: the model cannot be measured.
@@ -188,7 +187,7 @@ def did_not_help(status: nf4_patch.Status) -> Iterator[str]:
 
 
 def disagree(tokens: int, turns: Mapping[str, Turns]) -> Iterator[str]:
-    """Yield a message for each turn whose losses differ from those without the patch by more than bf16 rounding."""
+    """Yield a message for each turn whose losses differ by more than bf16 rounding from those without the patch."""
     want = turns[BEFORE][0]["losses"]
     for side, every in turns.items():
         for got in (each["losses"] for each in every):

@@ -32,10 +32,7 @@ class Sizes:
     is_mixture: bool
 
     def line(self, gpu: int) -> tuple[str, int]:
-        """Return the value of ``offload`` for a GPU with ``gpu`` bytes, and the bytes of host memory that this value takes.
-
-        The value is "" if the GPU is too small.
-        """
+        """Return the ``offload`` of a GPU with ``gpu`` bytes ("": too small), and the bytes of host memory that it takes."""
         packed, buffers = self.layers.total(), 2 * max(self.layers.values(), default=0)
         room = gpu - CUDA_BYTES - self.others
         if room >= packed:
@@ -111,7 +108,7 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
     """Return how many layers, at most ``most``, fit into the free GPU memory when they are built in 16 bits.
 
     Raises:
-        NotAvailable: the model is a mixture of experts, or not even one layer fits.
+        NotAvailable: the model is a mixture, or no layer fits.
     """
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
     for layers in range(min(most, whole.num_hidden_layers), 0, -1):
@@ -127,8 +124,7 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
 def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
     """Yield lines that tell the user what to type for a model, given as a name or a folder.
 
-    Args:
-        gpus: the index and the bytes of each GPU. If the list is empty, the lines are for GPUs of usual sizes.
+    ``gpus`` are indices and bytes. If there are none, the lines are for GPUs of usual sizes.
     """
     sizes = sizes_of(on_meta(configuration(name)))
     if not sizes.layers:

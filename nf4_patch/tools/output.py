@@ -18,7 +18,7 @@ def absolute(path: str | Path) -> Path:
 
 
 class OutputFile(click.Path):
-    """Parameter type for the path of a writable file. Unlike click.Path, it rejects a path in a missing folder."""
+    """The path of a writable file. Unlike click.Path, it rejects a missing folder."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, readable=False)
@@ -34,7 +34,7 @@ class OutputFile(click.Path):
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` as JSON. A failure prints one line instead of raising, so that the run still reports its results."""
+    """Write ``data`` as JSON. A failure prints one line instead, so that the run still reports its results."""
     try:
         file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:

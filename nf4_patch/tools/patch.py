@@ -19,7 +19,7 @@ logger = logging.getLogger("nf4_patch")
 
 @contextlib.contextmanager
 def patch(on: bool, **options: Any) -> Iterator[None]:
-    """Turn the patch on or off for a block. Off means unpatched, even if NF4_PATCH=1 patched bitsandbytes during its import."""
+    """Turn the patch on or off for a block. Off means unpatched, even if NF4_PATCH=1 patched bitsandbytes."""
     import bitsandbytes.functional  # noqa: F401
 
     if on:
@@ -35,7 +35,7 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
 
 
 def original(module: str, attribute: str) -> Any:
-    """Return the original that the patch saved, or the current function if the patch saved none."""
+    """Return the saved original, or the current function."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
@@ -43,12 +43,12 @@ def original(module: str, attribute: str) -> Any:
 
 
 def dequantize_4bit() -> Callable[..., Any]:
-    """Return bitsandbytes' original ``dequantize_4bit``, with the signature (packed, quant_state, out=None) -> weight."""
+    """Return bitsandbytes' original, (packed, quant_state, out=None) -> weight."""
     return original("bitsandbytes.functional", "dequantize_4bit")
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:
-    """Import Unsloth and return ``find()``, or None if Unsloth is not installed or fails."""
+    """Import Unsloth and return ``find()``, or None if this fails."""
     if importlib.util.find_spec("unsloth") is None:
         return None
     try:

@@ -21,11 +21,11 @@ Progress = Callable[..., None]  # a command calls it to show its progress; ``sil
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """A ``Progress`` that shows nothing. ``total`` is None if it is unknown."""
+    """A ``Progress`` that shows nothing."""
 
 
 class Report(ABC):
-    """The result of a command, as data (``as_dict``, for --json), as text (``render``) and as an exit code.
+    """The result of a command, as data (for --json), as text and as an exit code.
 
     In JSON, a value that ``json`` cannot write becomes its ``str``.
     """
@@ -33,12 +33,11 @@ class Report(ABC):
     failures: Sequence[str] = ()
 
     def problems(self) -> list[str]:
-        """Return every problem that the command found, each in a sentence."""
+        """Return a sentence for every problem that was found."""
         return [*self.failures]
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if there are problems, else 0."""
         return 1 if self.problems() else 0
 
     @abstractmethod
@@ -68,13 +67,11 @@ def why_no_gpu() -> str:
 
 
 def require_gpu() -> None:
-    """Raise NotAvailable if torch finds no NVIDIA GPU."""
     if why := why_no_gpu():
         raise NotAvailable(f"{why}, so nothing can be measured or compared on this machine")
 
 
 def require_patch() -> None:
-    """Raise NotAvailable if a variable keeps the patch off."""
     if off := Config.read().forbidden:
         raise NotAvailable(f"{off} keeps the patch off. Unset it to measure the patch")
 
@@ -85,7 +82,6 @@ DISTRIBUTIONS = (
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
-    """Return the release of each installed distribution."""
     return {name: release for name in names if (release := release_of(name)) is not None}
 
 
@@ -112,17 +108,16 @@ def plural(count: int, noun: str) -> str:
 
 
 def provenance(place: str) -> str:
-    """Return the line printed with every result: the device and the installed releases."""
+    """Return the line printed with every result."""
     return ", ".join([place, *(f"{name} {release}" for name, release in installed_releases().items())])
 
 
 def provenance_data() -> dict[str, Any]:
-    """Return the installed releases, the date and the commit."""
     return {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def commit() -> str | None:
-    """Return the commit of the package's checkout, or None if git does not track the package."""
+    """Return the commit of the package's checkout, or None without git."""
     folder = str(Path(nf4_patch.__file__).parent)
     if not answer("git", "-C", folder, "ls-files", "__init__.py"):
         return None
@@ -138,12 +133,12 @@ def answer(*command: str) -> str:
 
 
 def driver() -> str:
-    """Return the release of NVIDIA's driver, or ""."""
+    """Return the driver's release, or ""."""
     return answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
 def issues() -> str:
-    """Return the address of the project's issues, or "an issue of this project" while pyproject.toml has no address."""
+    """Return the address of the project's issues, or a phrase while pyproject.toml has none."""
     urls: list[str] = []
     if release_of("nf4-patch"):
         urls = importlib.metadata.metadata("nf4-patch").get_all("Project-URL") or []

@@ -29,9 +29,6 @@ BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_ranks: bool) -> NoReturn:
     """Replace this process by ``command``: a script (.py), ``-m MODULE``, ``-c CODE``, or a program.
 
-    Args:
-        shown, file, all_ranks: see ``report``.
-
     Raises:
         OSError: the script or program does not exist.
     """
@@ -49,7 +46,7 @@ def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_
 
 
 def watch() -> None:
-    """Register ``report`` for the end of this process, once it imports bitsandbytes. startup/sitecustomize.py calls this function."""
+    """Register ``report``, once this process imports bitsandbytes. startup/sitecustomize.py calls this function."""
     if REPORT not in os.environ:
         return
     import wrapt
@@ -63,14 +60,10 @@ def watch() -> None:
 
 
 def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: str = "") -> None:
-    """Report hits and fallbacks at the end of a process, but not of a data-loader worker or a fork.
+    """Report hits and fallbacks at the end of a process, but not of a data-loader worker or a fork, which has another id.
 
-    Args:
-        process: the id of the process that registered the report, which a fork does not have.
-        shown: print to stderr.
-        file: see ``add``. With ``all_ranks``, each rank writes its own file, such as ``report.rank1.json``.
-        all_ranks: report in every process of a launcher, not only in rank 0.
-        run: identifies the command in all of its processes.
+    With ``all_ranks``, every process of a launcher reports, not only rank 0, and each writes its own file, such as
+    ``report.rank1.json``. ``run`` identifies the command in all of its processes.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return
@@ -89,7 +82,7 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``file``. If an earlier report of this run is in the file, append ``data`` to its list ``others`` instead.
+    """Write ``data`` to ``file``, or append it to the list ``others`` of an earlier report of this run.
 
     To a device or a pipe, all reports are written one after another.
     """
@@ -113,7 +106,7 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 
 def of_own_kernels() -> list[str]:
-    """Return advice if Unsloth's layers run Unsloth's own kernel instead of nf4_patch's."""
+    """Return advice if Unsloth's layers run Unsloth's own kernel."""
     if unsloth.MODULE not in sys.modules:
         return []
     from ..libraries.unsloth.adapters import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
@@ -124,7 +117,7 @@ def of_own_kernels() -> list[str]:
 def of_the_cache(status: Status) -> list[str]:
     """Return a sentence that says how many dequantizations a cache of all weights would have saved, if the run had no cache.
 
-    A cache of half the size saves half as many, because weights that are read first stay cached.
+    Half the size saves half as many, because weights that are read first stay cached.
     """
     if status.cache.mode != "off" or not any(each.weights for each in status.shapes):
         return []

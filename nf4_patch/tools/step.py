@@ -30,7 +30,7 @@ LLAMA_8B = {
 
 
 def training_dtype() -> torch.dtype:
-    """Return bf16, or fp16 on a GPU before sm_80 (such as a T4), where PyTorch emulates bf16."""
+    """Return bf16, or fp16 before sm_80 (such as a T4), where PyTorch emulates bf16."""
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return torch.float16 if old else torch.bfloat16
 
@@ -38,8 +38,7 @@ def training_dtype() -> torch.dtype:
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
     """Build a causal model with random weights in NF4 with double quantization.
 
-    All linear layers except the head become bitsandbytes' Linear4bit. bitsandbytes' ``replace_parameter_4bit`` packs the
-    experts.
+    All linear layers except the head are packed, and all experts.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers import AutoModelForCausalLM
@@ -66,7 +65,7 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
 
 
 def shortened(whole: Any, layers: int) -> Any:
-    """Return a copy of the configuration with fewer layers and a proportionally smaller vocabulary."""
+    """Return a configuration with fewer layers and a proportionally smaller vocabulary."""
     config = copy.deepcopy(whole)
     config.num_hidden_layers, config.vocab_size = layers, max(8, whole.vocab_size * layers // whole.num_hidden_layers)
     if len(getattr(config, "layer_types", None) or ()) > layers:  # some configurations compute it and refuse to set it
@@ -76,7 +75,7 @@ def shortened(whole: Any, layers: int) -> Any:
 
 
 def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **options: Any) -> Any:
-    """Build a model with random NF4 weights and LoRA on ``targets``, in the config's dtype. ``options`` go to LoraConfig."""
+    """Build a model with random NF4 weights and LoRA on ``targets``. ``options`` go to LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
     model = build_4bit(config, "cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +93,7 @@ def peft_model(config: Any, targets: str | Iterable[str] = "all-linear", **optio
 
 
 def with_liger(model: Any) -> str:
-    """Apply Liger's kernels to a model if possible. Return words that say whether they are used."""
+    """Apply Liger's kernels if possible. Say whether they are used."""
     if not release_of("liger_kernel") or not torch.cuda.is_available():
         return "without Liger"
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -109,7 +108,7 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
 
 
 def reset(model: Any) -> list[torch.nn.Parameter]:
-    """Put the model in training mode, set its adapters to fixed random numbers, and return the adapters.
+    """Put the model in training mode, set its adapters to fixed random numbers, and return them.
 
     Up to rounding, the numbers are the same in every dtype.
     """
@@ -146,7 +145,7 @@ def synchronize() -> None:
 
 
 def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
-    """Return the wall-clock time per step in ms, for each round. A round synchronizes once, after ``steps`` steps."""
+    """Return the wall-clock time per step in ms for each round, which synchronizes once."""
     found = []
     for _ in range(rounds):
         synchronize()
@@ -159,7 +158,7 @@ def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Profile a call. Return the name of each kernel and copy that it launches, and the GPU time in ms."""
+    """Return the name of each kernel and copy that a call launches, and its GPU time in ms."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()

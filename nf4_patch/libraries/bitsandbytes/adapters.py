@@ -31,7 +31,7 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
-    """Return whether each of these arguments is either the default of ``dequantize_4bit`` or equal to the quant_state's field."""
+    """Return whether each argument is the default of ``dequantize_4bit`` or equal to the quant_state's field."""
     return (
         (absmax is None or absmax is getattr(state, "absmax", None))
         and (blocksize is None or blocksize in (64, getattr(state, "blocksize", None)))
@@ -53,10 +53,9 @@ def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize
 
 
 def dequant_linear(target: Target, original: Function) -> Function:
-    """Replace ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``.
+    """Replace ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``, which decodes to the dtype of ``A`` and multiplies.
 
-    The replacement dequantizes the weight to the dtype of ``A`` and calls ``F.linear``. torch.compile never traces the
-    replacement, because the original is the body of a custom op.
+    torch.compile never traces the replacement, because the original is the body of a custom op.
     """
     dequantizer = Dequantizer(target.name)
     multiply, gate = FusedMatmul(target.name, dequantizer.fallbacks).run, switch.gates["matmul"]
@@ -102,8 +101,8 @@ def gemm(
 def matmul_4bit(target: Target, original: Function) -> Function:
     """Replace ``bitsandbytes.autograd._functions.matmul_4bit`` in calls that require no gradient.
 
-    For few rows, the replacement runs the fused matmul directly and skips bitsandbytes' op, because the dispatch of the op
-    takes longer than the matmul. Before bitsandbytes 0.50, the fused matmul runs only if the packed weight is transposed.
+    For few rows, bitsandbytes' op is skipped, whose dispatch takes longer than the matmul. Before bitsandbytes 0.50, the
+    fused matmul runs only if the packed weight is transposed.
     """
     fused = FusedMatmul(target.name)
     code = getattr(inspect.unwrap(original), "__code__", None)
@@ -119,7 +118,7 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
-    """Replace ``bitsandbytes.functional.gemv_4bit``, which Linear4bit before bitsandbytes 0.50 calls for one row."""
+    """Replace ``bitsandbytes.functional.gemv_4bit``, which bitsandbytes before 0.50 calls for one row."""
     return fused.one_row(A, B, state, out)
 
 
@@ -135,7 +134,7 @@ def call_gemv(original: Function, x: Tensor, weight: PackedWeight, state: Any) -
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function to report the size of ``A`` to the users of spare memory."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function, to report ``A`` to spare memory."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if spare.users and len(args) > 1:

@@ -1,7 +1,7 @@
-"""Dequantize the weights that bitsandbytes' own CPU code dequantizes wrongly.
+"""Dequantize the weights that bitsandbytes' own CPU code dequantizes wrongly (docs/notes/dequantize-4bit-rows.md).
 
-On CPUs with AVX-512, bitsandbytes 0.49 and 0.50 begin a new quantization block at each row of the weight. That
-gives wrong scales unless the row length is a multiple of the blocksize. See docs/notes/dequantize-4bit-rows.md.
+On CPUs with AVX-512, bitsandbytes 0.49 and 0.50 begin a new quantization block at each row, so scales are wrong unless
+the row length is a multiple of the blocksize.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from . import AUTOGRAD
 
 
 def why_wrong() -> str:
-    """Describe bitsandbytes' bug on this CPU in a sentence."""
     return (
         f"bitsandbytes {release_of('bitsandbytes')} dequantizes a weight wrongly on this CPU if its rows are no multiple of the "
         "blocksize (see docs/notes/dequantize-4bit-rows.md)"
@@ -50,10 +49,10 @@ def misreads_rows() -> bool:
 
 
 def corrected(target: str, packed: Any, state: Any, out: Tensor | None) -> Tensor | None:
-    """Return the dense weight if bitsandbytes would dequantize it wrongly. Otherwise return None, so that the original runs.
+    """Return the dense weight if bitsandbytes would dequantize it wrongly, else None, so that the original runs.
 
-    The forward of bitsandbytes 0.50's layers uses the wrongly dequantized weight, in an op that is not replaced. In the
-    backward of these layers, return None too, so that the gradient matches the forward.
+    The forward of bitsandbytes 0.50's layers uses the wrong weight, in an op that is not replaced. The backward of these
+    layers gets None too, so that the gradient matches the forward.
     """
     if is_compiling() or not isinstance(packed, Tensor):
         return None
@@ -73,7 +72,6 @@ def corrected(target: str, packed: Any, state: Any, out: Tensor | None) -> Tenso
 
 
 def is_wrong(packed: Tensor, state: Any, out: Tensor | None) -> bool:
-    """Return whether bitsandbytes would dequantize this weight wrongly."""
     if packed.device.type != "cpu":
         return False
     weight = weight_of(packed, state)

@@ -20,8 +20,8 @@ LORA_LAYERS = MODULES["LoRA layers"]
 class Params4bit(bitsandbytes.nn.Params4bit):
     """A parameter with packed bytes that a cast of the model does not change.
 
-    peft, transformers, accelerate and TRL recognize packed bytes by this class name. They count two weights per byte, and
-    neither cast nor shard the bytes.
+    peft, transformers, accelerate and TRL recognize the class name, count two weights per byte, and neither cast nor
+    shard the bytes.
     """
 
     # bitsandbytes' own ``__torch_function__`` costs 11 us per layer each time the weight is read (2-core CPU machine,
@@ -46,10 +46,9 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def end_caching(module: torch.nn.Module) -> None:
-    """Make bitsandbytes stop caching dense stacks even if the module's forward raises an exception.
+    """Make bitsandbytes stop caching dense stacks even after an exception, such as that at the end of a recompute.
 
-    Before 0.50, an exception skips the hook that ends the caching. Gradient checkpointing ends each recompute with an
-    exception.
+    Before bitsandbytes 0.50, an exception skips the hook that ends the caching.
     """
     library: Any = sys.modules[PARAMETRIZE]
     for key, hook in module._forward_hooks.items():
@@ -58,7 +57,7 @@ def end_caching(module: torch.nn.Module) -> None:
 
 
 class Merged(NamedTuple):
-    """The original bytes and QuantState of a stack into which adapters were merged."""
+    """The bytes and QuantState of a stack before adapters were merged into it."""
 
     packed: Tensor  # in host memory, because a second copy on the GPU would take too much memory
     state: Any
@@ -73,8 +72,8 @@ STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -77235922
 def hash_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the shape, the dtype, and a 64-bit hash of the bytes that is the same on every device.
 
-    A multiple of the word's index is added to each word of 8 bytes. The sums are mixed as in splitmix64 (Steele, Lea and
-    Flood, 2014) and added up.
+    Each 8-byte word plus a multiple of its index is mixed as in splitmix64 (Steele, Lea and Flood, 2014). The hash is the
+    sum.
     """
     total = 0
     for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
@@ -94,12 +93,11 @@ def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
 class Chain(parametrize.ParametrizationList):
     """ParametrizationList of a packed stack with LoRA adapters. Every change clears the parametrize cache.
 
-    peft's own forward appends a parametrization for LoRA and removes it afterwards. Without clearing, the cache would
-    return a weight from before this change.
+    peft's forward appends a parametrization for LoRA and removes it afterwards. The cache would return an older weight.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
-        """Append a parametrization, and clear the cache, which may hold the weight without the new parametrization."""
+        """Append a parametrization, and clear the cache."""
         # peft 0.21 appends proxies of two classes, but removes only ``_LoraParameterProxy``. So make each ``_LoraFactorsProxy``
         # an instance of both classes, which peft removes too.
         layer: Any = sys.modules.get(LORA_LAYERS)
@@ -117,11 +115,11 @@ class Chain(parametrize.ParametrizationList):
         return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
-        """Return the QuantState and a copy of the packed bytes in host memory, which ``requantize`` restores later."""
+        """Copy the packed bytes to host memory, for ``requantize`` to restore."""
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
-        """Write new packed bytes in place, and set their QuantState."""
+        """Write new packed bytes in place."""
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # the model might have moved to another device while adapters were merged

@@ -1,7 +1,7 @@
 """Find the packed stacks of a module, and read their bytes without PyTorch's parametrization.
 
-bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` packs a stack of experts and registers a PyTorch parametrization.
-With it, every read of the weight, such as ``module.gate_up_proj``, decodes all experts.
+bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` registers it, so that each read of ``module.gate_up_proj`` decodes
+all experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .cpu import corrected
 
 
 def functions() -> Any:
-    """Import and return ``bitsandbytes.functional``."""
     return importlib.import_module(FUNCTIONS)
 
 
@@ -38,18 +37,15 @@ def decoded(packed: Tensor, state: Any) -> Tensor:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack of a module, by name. Each list starts with bitsandbytes' parametrization."""
+    """Return the ParametrizationList of each packed stack, which starts with bitsandbytes' parametrization, by name."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed a stack, or prepared a stack for adapters.
+    """Return whether nf4_patch packed the stack of this ParametrizationList, or prepared it for adapters.
 
     Such a stack needs nf4_patch for saving and merging, even while ``experts="4bit"`` is off.
-
-    Args:
-        chain: the ParametrizationList of the stack.
     """
     packed = sys.modules.get(f"{__package__}.packed")  # not imported here, because it imports bitsandbytes
     return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
@@ -76,17 +72,12 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Return whether reading one of the stacks runs code other than bitsandbytes' parametrization, such as a hook.
+    """Return whether reading a stack runs code other than bitsandbytes' parametrization. If so, do not read its bytes.
 
-    If so, the packed bytes must not be read directly. For example, a library for offloading or sharding loads a weight
-    in one hook and frees it in another. Such a hook can be on the experts module, on the ParametrizationList, or on
-    bitsandbytes' parametrization in that list.
-
+    For example, a library for offloading or sharding loads a weight in one hook and frees it in another. The hook may be
+    on the module, on the ParametrizationList (in ``chains``, by the stack's name) or on bitsandbytes' parametrization.
     bitsandbytes' own two hooks, which cache a dense stack during one forward, do not count. An outer
-    ``parametrize.cached()`` does count, because it keeps the dense stack for longer.
-
-    Args:
-        chains: the ParametrizationList of each stack, by name.
+    ``parametrize.cached()`` keeps the stack for longer, and counts.
     """
     library = sys.modules.get(PARAMETRIZE)
     if library is None or any(HOOKS_ON_ALL):

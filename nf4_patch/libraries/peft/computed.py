@@ -1,7 +1,4 @@
-"""The library functions whose work fused LoRA does itself, without calling them.
-
-If somebody replaced one of these functions, peft's forward runs and calls the new function.
-"""
+"""The library functions whose work fused LoRA does itself. If somebody replaced one, peft's forward runs and calls it."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ COMPUTED = (
 
 
 class Computed:
-    """Detects whether somebody replaced peft's forward (``original``) or a library function whose work fused LoRA does itself."""
+    """Detects whether somebody replaced peft's forward (``original``) or a function in COMPUTED."""
 
     def __init__(self, original: Any):
         package, functions, decode = (sys.modules[name] for name in (NAME, MATMUL, DECODE))
@@ -62,7 +59,7 @@ class Computed:
         self.verified: tuple[Any, ...] = (None,) * len(COMPUTED)
 
     def replaced(self) -> str:
-        """Return the name of a function that somebody replaced, or ""."""
+        """Return the name of a replaced function, or ""."""
         current = self.current()
         if any(map(operator.is_not, current, self.verified)):
             for function, (name, *own) in zip(current, COMPUTED, strict=True):
@@ -73,7 +70,7 @@ class Computed:
 
 
 def say(name: str) -> None:
-    """Log once that peft's forward runs, because the function ``name`` was replaced."""
+    """Log once that peft's forward runs, because ``name`` was replaced."""
     warn_once(
         f"nf4_patch: peft's forward runs, because {name} is not the library's own function. "
         'To use lora="fused" or matmul="auto" there, take the other function out'

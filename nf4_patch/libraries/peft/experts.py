@@ -1,8 +1,7 @@
 """Replacements for peft's LoRA on packed or dense experts, which ``target_parameters`` names.
 
 peft puts a ``ParamWrapper`` around the experts module for each stack, and adds B·A to the dense stack in each forward.
-nf4_patch's forward gets A and B from the wrapper and multiplies by them separately (moe/product.py). peft still names and
-saves the adapters.
+nf4_patch gets A and B from the wrapper and multiplies by them separately. peft still names and saves the adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ RANKS = 8
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """Return the QuantState of each packed stack by name. Skip stacks with a second parametrization, such as peft's LoRA."""
+    """Return the QuantState of each packed stack without a second parametrization, such as peft's LoRA, by name."""
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -40,7 +39,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """A ``ParamWrapper`` of peft around a stack, and the wrapper's active adapters, while the wrapper's forward runs."""
+    """A ``ParamWrapper`` of peft and its active adapters, while its forward runs."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -48,10 +47,10 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """Return (left, right) of all active adapters, concatenated along the rank. peft would add left @ right to the stack.
+        """Return (left, right) of all active adapters, concatenated along the rank, in the shapes of ``moe.product.Lora``.
 
-        peft stores lora_A as [experts * rank, in], and lora_B as [out, rank * experts]. See ``moe.product.Lora`` for the
-        shapes of the result.
+        peft would add left @ right to the stack. It stores lora_A as [experts * rank, in], and lora_B as [out, rank *
+        experts].
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -66,7 +65,7 @@ class Wrapper:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """Replace ``ParamWrapper.forward`` to register the wrapper in ``active_wrappers`` for the forward of the experts."""
+    """Replace ``ParamWrapper.forward`` to register the wrapper in ``active_wrappers``."""
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -99,8 +98,8 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    Without this, peft would find a parametrized weight only by its full name, and would visit the stacks in the wrong order.
-    The order decides the names in the adapter's file. In transformers' classes, the down projection comes last.
+    peft finds a parametrized weight only by its full name, and would visit the stacks in another order, which decides the
+    names in the adapter's file. In transformers' classes, the down projection comes last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -126,8 +125,8 @@ def seen_dense(module: Any) -> Iterator[None]:
 def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``PeftConfigMixin.from_json_file`` to preserve two facts about an adapter's file.
 
-    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it.
-    peft would set a missing ``peft_version`` to its own version, so set the version to 0.17.
+    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it. peft
+    would set a missing ``peft_version`` to its own, so set 0.17.
     """
     written = original(cls, *args, **kwargs)
     if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
@@ -142,14 +141,13 @@ def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Raise an error if the adapter's tensors have the right shapes, but hold their elements in an order that peft misreads.
+    """Raise an error if the adapter's tensors have the right shapes, but an order that peft misreads.
 
-    Args:
-        stacks: the stacks by name. Only their ``shape``, [experts, ...], is used.
+    Of ``stacks``, by name, only the shape [experts, ...] is used.
 
     Raises:
-        ValueError: peft before 0.19 or Unsloth before 2026.9.6 wrote the adapter. Older peft swapped A and B, which
-            the shapes of square experts do not show. Older Unsloth wrote lora_B as [out, experts * rank].
+        ValueError: peft before 0.19 wrote the adapter and swapped A and B, which the shapes of square experts do not show. Or
+            Unsloth before 2026.9.6 wrote it, with lora_B as [out, experts * rank].
     """
     import peft
     from packaging.version import parse
@@ -179,7 +177,7 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
 
 
 def refuse_copies(module_name: str, peft_config: Any) -> None:
-    """Raise an error if peft would copy a module with packed stacks. The copy would hold the placeholders of ``seen_dense``.
+    """Raise an error if peft would copy a module with packed stacks, and with it the placeholders of ``seen_dense``.
 
     Raises:
         ValueError: ``modules_to_save`` names the module or a parent of it, or ``layer_replication`` is set.
@@ -205,8 +203,8 @@ def refuse_copies(module_name: str, peft_config: Any) -> None:
 def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's config names.
 
-    PyTorch stores the parametrization of a packed stack as a module with the stack's name, such as ``down_proj``. peft
-    would put LoRA on this module, so show peft a dense parameter with this name instead.
+    A packed stack's parametrization is a module with the stack's name, such as ``down_proj``, on which peft would put
+    LoRA. So show peft a dense parameter instead.
     """
     from ..bitsandbytes.packed import Chain, end_caching
 
@@ -259,8 +257,7 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
 def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     """Requantize a stack after a merge, or restore the original bytes if no adapter is merged any more.
 
-    Args:
-        adapters: the adapters that are merged into the packed bytes so far. The list is updated in place.
+    ``adapters``, which are merged into the packed bytes so far, is updated in place.
     """
     from ..bitsandbytes.packed import content_of
 

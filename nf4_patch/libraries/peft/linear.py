@@ -1,7 +1,7 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-Three functions can run a call: one autograd function (lora/function.py), two kernel launches for few rows without a
-gradient (matmul/lora.py), or peft's own forward.
+A call runs as one autograd function (lora/function.py), as two kernel launches for few rows without a gradient
+(matmul/lora.py), or in peft's own forward.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ unsafe_view: Any = torch.ops.aten._unsafe_view.default
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
     """Return (A, B, dropout, scaling) of each active adapter, or the Reason why peft's forward has to run.
 
-    Args:
-        hooked: whether to look for hooks.
+    Hooks count only if ``hooked``.
     """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
     modules = layer._modules  # this lookup is faster than the module's __getattr__
@@ -84,11 +83,7 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and whether ``base`` is a 4-bit layer of bitsandbytes without hooks.
-
-    Args:
-        hooked: whether to look for hooks.
-    """
+    """Return whether ``layer`` has peft's own class, and ``base`` is bitsandbytes' 4-bit layer, if ``hooked`` without hooks."""
     library = sys.modules[LAYERS]
     return (
         type(layer) is sys.modules[LINEAR_LAYERS].Linear4bit  # type: ignore[attr-defined]
@@ -98,10 +93,10 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 
 
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype of the base product and the dtype of the decoded weight, or None if they are not supported.
+    """Return the dtypes of the base product and of the decoded weight, or None if they are not supported.
 
-    The product has the dtype of autocast or, without autocast, the dtype of x. The weight is decoded to the layer's compute
-    dtype, or to the product's dtype if the compute dtype is fp32.
+    The product has the dtype of autocast, or of x without autocast. The weight has the layer's compute dtype, or the
+    product's if the compute dtype is fp32.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -136,9 +131,7 @@ def run(
 ) -> Tensor:
     """Compute the layer's result [..., out] for x [..., in].
 
-    Args:
-        dtype: the dtype of the product with the base weight.
-        dense: returns the base weight, [out, in].
+    ``dtype`` is that of the product with the base weight [out, in], which ``dense`` returns.
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
@@ -183,8 +176,7 @@ context.keep_dynamo_out(run)
 def linear(target: Target, original: Function) -> Function:
     """Replace ``peft.tuners.lora.bnb.Linear4bit.forward``.
 
-    Dynamo traces peft's forward, because Inductor fuses its operations. For few rows with ``matmul="auto"``, Dynamo traces
-    nf4_patch's custom op instead.
+    Dynamo traces peft's forward, whose operations Inductor fuses, or nf4_patch's op for few rows with ``matmul="auto"``.
     """
     dequantizer = Dequantizer(target.name)
     fused = FusedMatmul(target.name, dequantizer.fallbacks)
@@ -218,7 +210,7 @@ def linear(target: Target, original: Function) -> Function:
             return fused.run(x, weight, bias, None, adapter)
 
     def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the custom op's result for few rows without a gradient, or the Reason why Dynamo has to trace peft's forward."""
+        """Return the op's result for few rows without a gradient, or the Reason why Dynamo has to trace peft's forward."""
         if not matmul_gate.on or torch.is_grad_enabled():
             return Reason.MATMUL_OPERANDS
         if (watcher := context.watched_trace()) is not None:
@@ -263,9 +255,8 @@ def linear(target: Target, original: Function) -> Function:
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
         """Check whether nf4_patch can run this call, and return the result of ``prepare``.
 
-        Args:
-            again: whether this is the recompute of a forward that used ``run``. The recompute has to use ``run``, too, so
-                it ignores hooks, modes and replaced functions, which are newer than the forward.
+        ``again``: this recomputes a forward that used ``run``, so ``run`` has to be used despite newer hooks, modes and
+        replaced functions.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):

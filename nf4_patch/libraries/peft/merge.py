@@ -1,8 +1,7 @@
 """Replacements for ``merge`` and ``unmerge`` of peft's LoRA on 4-bit linear layers.
 
-peft merges an adapter by quantizing the sum, and unmerges it by quantizing the difference. Both steps round, so the
-original bytes are lost. The replacements keep a copy of these bytes in host memory. They write merged and original bytes
-into the same tensors, so that CUDA graphs stay valid.
+peft quantizes the sum, and later the difference. Both steps round, so the original bytes are lost. The replacements keep
+a copy of them in host memory. Merged and original bytes go into the same tensors, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ holders = WeakIdKeyDictionary()
 
 
 class Parts(NamedTuple):
-    """Those tensors of a packed weight whose contents change when the weight is quantized again."""
+    """The tensors of a packed weight whose contents a requantization changes."""
 
     packed: Tensor
     scales: tuple[Tensor, ...]  # absmax, and for a nested weight the second level's absmax and the offset
 
     @classmethod
     def of(cls, weight: Any) -> Parts | None:
-        """Return the parts of a ``Params4bit``, or None for a weight that is not quantized or has no version counters."""
+        """Return the parts of a ``Params4bit``, or None if it is not quantized or has no version counters."""
         found = packed_weight(weight)
         if found is None:
             return None
@@ -51,7 +50,6 @@ class Parts(NamedTuple):
         return (self.packed, *self.scales)
 
     def fits(self, other: Parts) -> bool:
-        """Return whether ``other`` can be copied into these tensors."""
         layouts = [[(t.shape, t.stride(), t.dtype, t.device) for t in each.tensors()] for each in (self, other)]
         return layouts[0] == layouts[1]
 
@@ -63,8 +61,8 @@ class Parts(NamedTuple):
 class Unmerged:
     """The bytes of a linear layer before adapters were merged into it.
 
-    ``identity`` is that of the layer's weight when nf4_patch last wrote it. If other code changes the weight, the identity
-    does not hold, and the bytes are not restored.
+    ``identity`` is that of the weight as nf4_patch last wrote it. If other code changes the weight, the bytes are not
+    restored.
     """
 
     restores = False  # whether a restore has begun. If it was interrupted, the next one begins again
@@ -80,7 +78,7 @@ class Unmerged:
         self.identity.tensors = tuple(nobody if tensor is None else OwnRef(tensor) for tensor in tensors)
 
     def holds(self, weight: Any) -> bool:
-        """Return whether the weight is unchanged since the last call of ``mark``."""
+        """Return whether the weight is unchanged since the last ``mark``."""
         found = packed_weight(weight)
         return found is not None and (self.identity.has(weight) if self.restores else self.identity.holds(found))
 
@@ -95,7 +93,7 @@ class Unmerged:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle None instead of the bytes, so that peft's own ``unmerge`` runs in the loaded model."""
+        """Pickle None, so that peft's ``unmerge`` runs after loading."""
         return type(None), ()
 
 
@@ -106,10 +104,7 @@ def packed_weight(weight: Any) -> PackedWeight | None:
 
 
 def is_shared(layer: Any) -> bool:
-    """Return whether a second module holds the weight of peft's layer, as with ``layer_replication``.
-
-    The bytes of such a weight must not change.
-    """
+    """Return whether a second module holds the layer's weight, as with ``layer_replication``. Its bytes must not change."""
     # One search through all modules serves every merge of a model.
     if layer not in holders:
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -124,7 +119,7 @@ def is_shared(layer: Any) -> bool:
 
 
 def unmerged(layer: Any) -> Unmerged | None:
-    """Return the bytes that peft's layer had before the merge, or None if other code has changed the layer's weight."""
+    """Return the bytes before the merge, or None if other code has changed the weight."""
     saved = vars(layer).get(NAME)
     return saved if saved is not None and saved.holds(layer.get_base_layer().weight) else None
 
@@ -133,8 +128,7 @@ def unmerged(layer: Any) -> Unmerged | None:
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Linear4bit.merge`` to save the packed bytes, and to write the merged bytes into the same tensors.
 
-    If only the option ``offload`` is on, no bytes are saved. The merged bytes still go into the same tensors, because peft
-    would leave each merged layer on the GPU.
+    With only the option ``offload``, no bytes are saved. peft itself would leave each merged layer on the GPU.
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)

@@ -15,8 +15,7 @@ from ...patching.target import Target
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that it returns none of nf4_patch's weak references to a tensor.
 
-    Cache and prefetcher first drop their references. Other modules might have imported ``swap_tensors`` already, so
-    ``getweakrefs``, which it calls, is replaced instead.
+    Cache and prefetcher first drop theirs. ``swap_tensors``, which calls it, might already be imported elsewhere.
     """
 
     def others(object: Tensor) -> list[Any]:

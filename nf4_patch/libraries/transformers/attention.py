@@ -14,12 +14,9 @@ WORD = torch.complex128  # a copy moves elements, and this is the largest of the
 
 
 def repeat_kv(original: Function, hidden_states: Tensor, n_rep: int) -> Tensor:
-    """Replace transformers' ``repeat_kv``. Return [b, heads * n_rep, tokens, d], which repeats each head n_rep times in a row.
+    """Replace transformers' ``repeat_kv``, which repeats each head of [b, heads, tokens, d] n_rep times in a row.
 
-    The copy moves words of 16 bytes, because a copy of 2-byte elements is limited by its index arithmetic.
-
-    Args:
-        hidden_states: keys or values [b, heads, tokens, d].
+    Words of 16 bytes are copied, because index arithmetic limits a copy of 2-byte elements.
     """
     x = hidden_states
     if n_rep == 1 or is_observed(x) or not is_in_words(x):

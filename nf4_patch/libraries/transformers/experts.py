@@ -1,7 +1,7 @@
 """Replacements for the functions of transformers and Liger that run the experts of a mixture.
 
-transformers decodes every expert, and in training saves the dense stack for the backward, which takes 1.2 GB in bf16 per
-layer of Qwen3-30B-A3B. nf4_patch saves the packed stack, and in generation decodes only the needed experts.
+transformers decodes every expert, and in training saves the dense stack, 1.2 GB in bf16 per layer of Qwen3-30B-A3B.
+nf4_patch saves the packed stack, and in generation decodes only the needed experts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Loads:
-    """Records whether any model was loaded while the option ``experts`` was on.
-
-    If so, ``warn_of_16_bits`` logs nothing.
-    """
+    """Records whether any model was loaded while ``experts`` was on. If so, ``warn_of_16_bits`` logs nothing."""
 
     seen = False
 
 
 @functools.cache  # because walking all objects of the process is slow
 def is_nothing_packed() -> bool:
-    """Return whether this process holds no packed stack at all."""
     library = sys.modules.get(PARAMETRIZE)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())
@@ -65,21 +61,14 @@ def warn_of_16_bits(module: Any) -> None:
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    """Run nf4_patch's forward of the experts, with the LoRA factors of ``wrappers``.
-
-    Args:
-        stacks: the packed stacks by name.
-        whole: True to multiply by whole stacks, False to copy each row's weight.
-        routed: hidden_states, top_k_index and top_k_weights.
-    """
+    """Run nf4_patch's forward with the wrappers' LoRA factors. ``whole`` as in ``experts``."""
     return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
     """Replace a function that runs experts. Errors of nf4_patch's forward reach the caller.
 
-    Args:
-        whole: True if the original multiplies by whole stacks and only reads them. False if it copies each row's weight.
+    ``whole``: the original multiplies by whole stacks, which it only reads. Otherwise it copies each row's weight.
     """
     dequantizer = Dequantizer(target.name)
 
@@ -119,13 +108,9 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Return whether nf4_patch's forward of the experts will run and apply the LoRA adapters of a stack.
+    """Return whether nf4_patch's forward will run and apply the LoRA adapters of the stack ``name``, ``packed`` or not.
 
     Otherwise, peft's own code has to add B·A to the dense stack.
-
-    Args:
-        name: the stack's name in ``experts``.
-        packed: whether the stack is packed.
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = type(experts).forward if bound is None else getattr(bound, "__func__", None)

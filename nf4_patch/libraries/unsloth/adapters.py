@@ -1,8 +1,7 @@
 """Replacements for Unsloth's dequantization, and for its products of few rows with a packed weight.
 
-Newer releases of Unsloth have their own NF4 kernel, which always runs in compiled calls. In eager calls, nf4_patch runs
-instead in three cases. Either the weight cache can serve the call, or the weight is offloaded, or nf4_patch was measured to
-be faster on the machine's GPUs.
+Compiled calls keep the NF4 kernel of newer releases of Unsloth. Eager calls run nf4_patch instead if the weight cache can
+serve them, if the weight is offloaded, or if nf4_patch was measured to be faster on the machine's GPUs.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ OFFLOAD_ADVICE = (
 
 
 def uses_own_kernel() -> bool:
-    """Return whether Unsloth is imported and dequantizes with its own NF4 kernel."""
+    """Return whether Unsloth is imported and has its own NF4 kernel."""
     return bool(getattr(sys.modules.get(MODULE), USES_OWN_KERNEL, False))
 
 
@@ -60,15 +59,14 @@ def compiles_layers() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether eager calls keep Unsloth's own kernel. They do unless nf4_patch was measured to be faster on all visible GPUs."""
+    """Return whether nf4_patch was not measured to be faster on a visible GPU."""
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
     """Replace ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    If Unsloth has its own kernel, compiled code runs this kernel. Inductor launches it directly, but would call
-    nf4_patch's op through PyTorch's dispatcher.
+    Compiled code runs Unsloth's own kernel if there is one. Inductor launches it directly, without PyTorch's dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
     offload = switch.gates["offload"]
@@ -100,28 +98,21 @@ def fast_dequantize(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
-    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which multiply a single token X [1, 1, K]. The result is [1, 1, N].
-
-    torch.compile traces Unsloth's code, not the replacement.
-    """
+    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, which return [1, 1, N] for X [1, 1, K]."""
     return fused.one_row(X, W, quant_state, out)
 
 
 @multiplied_first
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
-    """Replace ``_gemv_rows``, which multiplies a batch of single tokens X [M, 1, K]. The result is [M, 1, N].
-
-    If the fused matmul does not support a call, Unsloth's ``_gemv_rows`` runs. If that returns None, its caller
-    dequantizes the weight.
-    """
+    """Replace ``_gemv_rows``, which returns [M, 1, N] for X [M, 1, K], or None if its caller has to dequantize."""
     return fused.of_state(X, W, quant_state, None, out)
 
 
 @multiplied_first
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
-    """Replace ``matmul_lora``, which computes a linear layer with LoRA: X @ W.T + (X @ A.T) @ B.T * s.
+    """Replace ``matmul_lora``, X @ W.T + (X @ A.T) @ B.T * s.
 
-    A packed weight of shape [1, bytes] is not supported, because Unsloth computes X @ W without the transpose for it.
+    Packed bytes [1, bytes] are not supported, because Unsloth computes X @ W without the transpose for them.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
@@ -139,5 +130,5 @@ def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global
 
 
 def rows_of_tokens(original: Function, x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
-    """Call a matmul of Unsloth on x [m, k]. Unsloth takes a batch of single tokens, so x is passed as [m, 1, k]."""
+    """Call a matmul of Unsloth, which takes x [m, k] as [m, 1, k]."""
     return original(x.unsqueeze(1), weight.packed, state, None)

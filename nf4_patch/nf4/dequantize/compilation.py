@@ -36,7 +36,7 @@ def warps_for(capability: tuple[int, int], numel: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Everything that the compiled kernel depends on, except the device. The defaults describe a usual QLoRA weight."""
+    """Everything that the compiled kernel depends on, except the device. The defaults are a usual QLoRA weight's."""
 
     num_warps: int
     dtype: torch.dtype
@@ -58,21 +58,19 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return how many elements a thread decodes per step. Together they fill 16 bytes of output.
+    """Return how many elements a thread decodes per step: 16 bytes of output, or 8 with a blocksize of 32.
 
-    With a blocksize of 32, they fill only 8 bytes, because the PTX supports at most two quantization blocks per half
-    warp (ptx.py).
+    ptx.py supports at most two quantization blocks per half warp.
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
 
 def elements_of(variant: Variant) -> int:
-    """Return how many elements a CTA decodes."""
     return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
 def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return the kernel's compile-time constants, in the order of the kernel's parameters."""
+    """Return the constexprs, in the order of the kernel's parameters."""
     elements = elems_per_thread(variant)
     blocks = 2 if 16 * elements > variant.blocksize else 1
     source, constraints = ptx.decode(PTX_TYPES[variant.dtype], elements, blocks, capability >= PACKED_CONVERT)
@@ -90,14 +88,13 @@ def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
 
 
 def operands(weight: PackedWeight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the kernel's tensor arguments, in the order of the kernel's parameters."""
     return (weight.bytes(), *weight.operands()[1:], out)
 
 
 class CompiledKernel:
-    """A variant of the kernel, compiled for one device.
+    """A variant of the kernel, compiled for one device and compared with the reference on a sample.
 
-    The constructor runs the kernel on a sample. It raises an error unless the result is bit-identical to the reference.
+    If one bit differs, the constructor raises an error.
     """
 
     def __init__(self, variant: Variant, device: torch.device):
@@ -130,8 +127,8 @@ class CompiledKernel:
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
     """Build a small weight of this variant, on which the kernel is compared with the reference.
 
-    The weight contains every byte value, and ends with FP4's minus zero and zero. Its bytes are not random, because drawing
-    random numbers would change the random state of the user's training.
+    It has every byte value, and ends with FP4's minus zero and zero. Random bytes would change the random state of the
+    user's training.
     """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
@@ -157,10 +154,10 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
-    """Return the kernel for ``variant`` and ``device``, compiled at the first use. See :func:`runtime.built_once` for errors."""
+    """Return the kernel, compiled at the first use. See :func:`runtime.built_once` for errors."""
     return runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """Return each kernel that was compiled so far, or the error of its compilation, by variant and device."""
+    """Return the kernels, or errors of their compilation, so far."""
     return dict(_kernels)

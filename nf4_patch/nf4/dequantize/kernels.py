@@ -23,10 +23,9 @@ def multiply(a, b, FTZ):
 
 @triton.jit
 def look_up(code, nibble, FTZ):
-    """Return the code value of a nibble, which is a 4-bit index.
+    """Return the code value of a nibble. With FTZ, nibble 8 of FP4 is minus zero, as in bitsandbytes' CUDA kernels.
 
-    For nibble 8 of FP4, bitsandbytes' CUDA kernels use minus zero, but the code tensor of its QuantState holds plus zero.
-    With FTZ, this function also returns minus zero.
+    The code tensor of its QuantState holds plus zero.
     """
     value = tl.load(code + nibble)
     if FTZ:
@@ -52,10 +51,9 @@ def round_to(value, dtype):
 
 @triton.jit
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
-    """Decode single elements and store them. The result is bit-identical to that of ptx.decode.
+    """Decode single elements and store them, bit-identically to ptx.decode.
 
-    Without inline PTX (the portable path), this function decodes all elements. With PTX, it decodes only the elements
-    after the last whole 32-bit word.
+    Without inline PTX (the portable path), these are all elements, otherwise those after the last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -66,10 +64,9 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 @triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
-    """Return the fp32 scale of a block from ``first``, the block's absmax.
+    """Return the fp32 scale, which is ``first``, the absmax, if FLAT.
 
-    If FLAT, the absmax is the scale. Otherwise the scale is code2[first] * second + offset. The product and the sum must be
-    rounded separately, so the kernel is compiled without fusing them into an FMA.
+    The product and the sum must be rounded separately, so the kernel is compiled without FMA fusion.
     """
     if FLAT:
         return first
@@ -81,8 +78,8 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
     """Load the nibbles that a thread decodes in one step, and the absmax of their quantization block.
 
-    Return the nibbles (in the low bits), the absmax, and the index of the block. A group is the ELEMS_PER_THREAD elements
-    that a thread decodes in a step. ``group`` is the 64-bit index of the program's first group.
+    Return the nibbles (in the low bits), the absmax, and the block's index. A group is the ELEMS_PER_THREAD elements of a
+    step. ``group`` is the 64-bit index of the program's first group.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
@@ -105,11 +102,10 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """Return ``first``, the absmax, unchanged. A barrier makes all earlier loads start before the result is used.
+    """Return ``first``, the absmax, after a barrier that makes all earlier loads start.
 
-    Without the barrier, ptxas places the packed loads after the load of code2, which waits for the absmax, so the kernel
-    waits for memory twice. For 1024x4096, the barrier raises the speed from 84.5 to 94.9 % of the bandwidth ceiling. For
-    4096x4096, it raises the speed from 96.0 to 97.0 % (H200, triton 3.6.0, 8 warps).
+    Otherwise ptxas loads the packed words after code2, which waits for the absmax. The barrier raises the speed from 84.5
+    to 94.9 % of the bandwidth ceiling for 1024x4096, from 96.0 to 97.0 % for 4096x4096 (H200, triton 3.6.0, 8 warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -122,8 +118,7 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second`` is the second-level absmax if all blocks of the program share it. If ``second`` is None, each thread loads
-    the second-level absmax of its block. A flat weight has no second level.
+    ``second``, the second-level absmax, is None if the program's blocks do not share it.
     """
     if second is None:
         if BLOCKSIZE2 > 0:
@@ -133,10 +128,7 @@ def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, F
 
 @triton.jit
 def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
-    """Decode one group per thread and store the elements.
-
-    A thread stores 16 bytes (8 at blocksize 32). The bytes of all threads are contiguous.
-    """
+    """Decode one group per thread, and store its 16 bytes (8 at blocksize 32), all contiguous."""
     THREADS: tl.constexpr = nibbles.shape[0]
     OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
@@ -165,7 +157,7 @@ def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_P
 
 @triton.jit
 def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
-    """Decode the last 1 to 7 elements byte by byte, because they do not fill a 32-bit word."""
+    """Decode the last 1 to 7 elements, which do not fill a 32-bit word."""
     element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
@@ -184,15 +176,15 @@ def dequantize_kernel(
 ):  # fmt: skip
     """Dequantize a weight: out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))).
 
-    If the absmax are quantized too (nested), the same launch decodes them. In each step, a thread decodes
-    ELEMS_PER_THREAD elements from one 32-bit word. A program runs UNROLL = 2 steps of THREADS threads.
+    In each step, a thread decodes ELEMS_PER_THREAD elements from one 32-bit word. A program runs UNROLL = 2 steps of
+    THREADS threads.
 
     packed: uint8 [ceil(n / 2)], 4-byte aligned.
     absmax: [ceil(n / BLOCKSIZE)], uint8 for a nested weight, fp32 for a flat weight.
     code: fp32 [16]. code2: fp32 [256]. offset: one element.
     absmax2: fp32, one element per BLOCKSIZE2 blocks.
     out: fp16, bf16 or fp32 [n], 16-byte aligned.
-    BLOCKSIZE2: 0 for a flat weight. The kernel then does not read absmax2, code2 and offset.
+    BLOCKSIZE2: 0 for a flat weight, for which absmax2, code2 and offset are not read.
     EVEN: n is a multiple of the elements of a program. TAIL: n is not a multiple of 8.
     PTX, CONSTRAINTS: the result of ptx.decode. An empty PTX selects the portable path, whose result is bit-identical.
     """

@@ -13,17 +13,13 @@ from . import compilation
 
 
 class Launch:
-    """A reusable launch of the kernel on one weight, with all arguments except the output.
+    """A reusable launch of the kernel on one CUDA weight of any rank, with all arguments except the output.
 
-    A launch stores addresses as integers, so it keeps no tensor of the weight alive. It is valid while the weight's
-    fingerprint (addresses, sizes, dtypes; see ``PackedWeight.fingerprint``) stays the same.
-
-    Args:
-        weight: a weight of any rank on a CUDA device, whose packed bytes are 4-byte aligned. If the packed bytes are
-            transposed, the launch returns the transposed dense weight.
+    Addresses are integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint stays the same.
+    If the packed bytes are transposed, it returns the transposed dense weight.
 
     Raises:
-        KernelUnavailable: a tensor's memory is freed (NO_STORAGE), the packed bytes are not aligned (MISALIGNED), a
+        KernelUnavailable: a tensor's memory is freed (NO_STORAGE), the packed bytes are not 4-byte aligned (MISALIGNED), a
             CUDA graph is being captured (GRAPH_CAPTURE), or ``compilation.kernel_for`` raised the error.
     """
 
@@ -51,10 +47,9 @@ class Launch:
         self.view: torch.Tensor | None = None  # ``into_buffer`` sets this view of the shared buffer
 
     def accepts(self, out: Any) -> bool:
-        """Return whether the kernel can write to ``out``.
+        """Return whether ``out`` has the weight's shape, dtype and device.
 
-        ``out`` must have the weight's shape, dtype and device. It must be contiguous and 16-byte aligned, and must not share
-        memory with a tensor that the kernel reads.
+        It must also be contiguous, 16-byte aligned, and overlap no input.
         """
         if not fits(out, self.dense_shape, self.dtype, self.device):
             return False
@@ -62,14 +57,10 @@ class Launch:
         return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
     def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Dequantize into ``out`` and return it. Without ``out``, return a new tensor.
+        """Dequantize into ``out``, or into a new tensor, which is transposed if the packed bytes are.
 
-        If the packed bytes are transposed, the new tensor is the transposed dense weight. The memory of ``out`` is
-        always filled in the row-major order of the dense weight.
-
-        Args:
-            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. None of this is
-                checked.
+        ``out``, n contiguous elements, 16-byte aligned, is not checked. It is filled in the row-major order of the dense
+        weight.
         """
         device = self.device
         if current_device() != device:
@@ -81,23 +72,19 @@ class Launch:
         return out
 
     def dense(self) -> torch.Tensor:
-        """Dequantize into a new tensor of the weight's shape, even if the packed bytes are transposed."""
+        """Dequantize into a new tensor of the weight's shape, also from transposed bytes."""
         result = self.run()
         return result.t() if self.transposed else result
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Dequantize into ``out``, for which ``accepts`` must have returned True.
-
-        Return ``out``, or its transpose if the packed bytes are transposed.
-        """
+        """Fill ``out``, which ``accepts``. Return it, transposed if the packed bytes are."""
         self.run(out)
         return out.t() if self.transposed else out
 
     def into_buffer(self) -> torch.Tensor:
         """Dequantize into the device's shared buffer, which the next call may overwrite.
 
-        On a side stream, dequantize into a new tensor instead, because calls on different streams could overwrite the buffer
-        too early.
+        On a side stream, use a new tensor, because calls on different streams could overwrite the buffer too early.
         """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
@@ -113,8 +100,7 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     """Return the device's shared buffer for this dtype, enlarged to at least n elements.
 
-    Launches hold views of the buffer. Enlarging resizes the storage that all views share, so that no view keeps the old
-    memory alive.
+    Enlarging resizes the storage that all views share, so that no launch's view keeps the old memory alive.
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
@@ -135,22 +121,14 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """Return the launch of a weight. Build it at the weight's first use.
-
-    The caller must have checked the weight with the guards (guards.py). ``weight.shape`` must be a tuple, because it is
-    part of the key under which the launch is stored.
-    """
+    """Return the launch of a weight that the guards have checked, with a tuple as shape."""
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
     return launch
 
 
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Dequantize a weight with the kernel into ``out`` and return it. Without ``out``, return a new tensor.
-
-    The caller must have checked the weight with the guards (guards.py). If the packed bytes are not 4-byte aligned, or
-    ``out`` is not 16-byte aligned, use an aligned copy.
-    """
+    """Dequantize a weight that the guards have checked into ``out`` or a new tensor. Use aligned copies if necessary."""
     if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())
     weight = weight._replace(shape=tuple(weight.shape))

@@ -1,10 +1,9 @@
 """Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element of a block
-has one of 16 values, each of which is a table entry times the block's scale. Lane i computes and rounds the value of entry i.
-If the groups lie in two blocks, lane i computes one value per block and keeps both values in one register. To decode an
-element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this takes 6 instructions fewer
-per element than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element has one
+of its block's 16 values. Lane i computes and rounds the value of table entry i, for two blocks both values, in one
+register. To decode an element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this
+takes 6 instructions fewer per element than multiplying and rounding each element.
 """
 
 from __future__ import annotations
@@ -20,18 +19,12 @@ SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632
 
 
 def shift_of(element: int) -> int:
-    """Return the right shift that moves an element's nibble to the low bits of its 32-bit word.
-
-    Element 0 is the high nibble of the lowest byte, and element 1 is the low nibble of that byte.
-    """
+    """Return the right shift to an element's nibble. Even elements are high nibbles."""
     return 8 * (element // 2) + 4 * (1 - element % 2)
 
 
 def _round_bf16(source: str, target: str) -> list[str]:
-    """Return PTX that rounds an fp32 register to bf16, to nearest even. The result is the high half of ``target``.
-
-    Integer instructions are used, because sm_75 has no instruction that converts to bf16.
-    """
+    """Return PTX that rounds fp32 to bf16, to nearest even, in the high half of ``target``. sm_75 has no such instruction."""
     return [
         f"mov.b32 {target}, {source};",
         f"shr.u32 t, {target}, 16;",
@@ -56,7 +49,7 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 
 @functools.cache
 def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
-    """Return PTX that decodes ``elements`` nibbles per lane, and the constraint string of its operands.
+    """Return PTX that decodes 2, 4 or 8 (``elements``) nibbles per lane, and the constraint string of its operands.
 
     The output operands come first: elements * itemsize / 4 registers of 32 bits. The four input operands follow:
         r: the lane's nibbles, in the low bits
@@ -66,9 +59,7 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
 
     Args:
         dtype: "f16", "bf16" or "f32".
-        elements: nibbles per lane: 2, 4 or 8.
-        blocks: quantization blocks per 16 lanes: 1 or 2. With 2, which only 16-bit dtypes support, the second block
-            starts at lane 8.
+        blocks: quantization blocks per 16 lanes, 1 or for 16-bit dtypes 2, the second of which starts at lane 8.
         has_packed_convert: whether the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
     """
     outputs = elements if dtype == "f32" else elements // 2

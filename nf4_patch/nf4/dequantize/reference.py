@@ -11,7 +11,7 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 def flush(x: torch.Tensor, enabled: bool) -> torch.Tensor:
-    """If enabled, replace fp32 subnormals by zeros of the same sign, as CUDA code built with --use_fast_math does."""
+    """If enabled, replace fp32 subnormals by zeros of their sign, as --use_fast_math does."""
     return torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x) if enabled else x
 
 
@@ -20,10 +20,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 
 
 def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
-    """Return the fp32 scale of every block, [blocks].
-
-    The scale in a nested weight is fp32(code2[absmax] * absmax2) + fp32(offset). The product and the sum are each rounded.
-    """
+    """Return the fp32 scale of every block, [blocks]. In a nested weight, its product and its sum are each rounded."""
     if not weight.nested():
         return weight.absmax
     assert weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None
@@ -33,13 +30,10 @@ def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
 
 
 def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """Return the dense weight, dtype(fp32(code[nibble] * scale)), in ``weight.shape`` and ``weight.dtype``.
+    """Return the dense weight, dtype(fp32(code[nibble] * scale)), each rounding to nearest even.
 
-    Every rounding is to nearest even.
-
-    Args:
-        flush_subnormals: whether fp32 subnormals count as zeros. The default is True for a weight on CUDA, because
-            bitsandbytes' CUDA library is built with --use_fast_math. bitsandbytes' CPU library keeps subnormals.
+    ``flush_subnormals`` is by default True on CUDA, because bitsandbytes' CUDA library is built with --use_fast_math. Its
+    CPU library keeps subnormals.
 
     Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.
     """
@@ -57,6 +51,6 @@ def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.T
 
 
 def dequantize(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """Return the dense weight, transposed if the packed bytes are transposed."""
+    """Return the dense weight, transposed if the packed bytes are."""
     result = dense(weight, flush_subnormals)
     return result.t() if weight.transposed() else result

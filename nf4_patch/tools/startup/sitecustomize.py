@@ -1,7 +1,6 @@
-"""Code that runs at the start of every Python process under ``nf4-patch run``.
+"""Code that runs at the start of every Python process under ``nf4-patch run``, which puts this folder on PYTHONPATH.
 
-``nf4-patch run`` puts the folder of this file on PYTHONPATH, so that every Python process that the command starts runs this
-file. In a Python without nf4_patch, the file changes nothing.
+In a Python without nf4_patch, the file changes nothing.
 """
 
 import os
