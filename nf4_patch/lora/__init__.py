@@ -4,6 +4,6 @@
 * The *factors* of an adapter are A [rank, in] and B [out, rank]. *z* is the adapter's input: x, or x after dropout.
 * LoRA's product is scale * inner @ B.T, where *inner* is z @ A.T, [rows, rank].
 * Factors are *wide* if they are fp32 although x has 16 bits. In the kernels, a factor is WIDE if it is [rank, width].
-* A *decision* is whether peft's forward or nf4_patch's function runs. The two save different tensors, so a recompute has to
-  repeat the decision of its forward.
+* A *decision* is whether peft's forward or nf4_patch's function runs. The two save different tensors, so a recompute has
+  to repeat the decision of its forward.
 """
