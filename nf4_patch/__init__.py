@@ -100,8 +100,8 @@ def enable(
             so that these layers are not computed twice. Results are bit-identical. "8GiB" limits this memory on every
             GPU. 0 means "off".
         merge: "reversible" lets ``unmerge_adapter()`` restore the packed bytes that 4-bit linear layers had before
-            ``merge_adapter()``. This needs host memory for one copy of the packed weights. peft's code quantizes the
-            layers again.
+            ``merge_adapter()``. This needs host memory for one copy of the packed weights. Otherwise, peft's code
+            quantizes the layers again.
 
     Returns:
         True if the patch is on, and False if NF4_PATCH=0 or NF4_USE_TRITON=0 keeps it off.
@@ -188,7 +188,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     """Dequantize a packed 4-bit weight with the fused kernel, or on the CPU with plain torch.
 
     Args:
-        weight: two values per byte, [bytes, 1], or [1, bytes] if it is transposed.
+        weight: the packed weight, two values per byte. Its shape is [bytes, 1], or [1, bytes] if it is transposed.
         quant_state: a ``bitsandbytes.functional.QuantState``, NF4 or FP4, with or without double quantization.
         out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype``, which is filled and returned.
 

@@ -1,7 +1,7 @@
 """``nf4_patch.status()``: which calls ran in the kernel, and what each option did, as data and as text.
 
-A hit is a call that the replacement handled, a fallback one that ran the original, for a Reason. The text's first line
-counts dequantizations. Each option has a line for its calls.
+A hit is a call that the replacement handled. A fallback is a call that ran the original, for a Reason. The text's first
+line counts dequantizations. Each option has a line for its calls.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def waiting(targets: tuple[TargetStatus, ...]) -> str:
 
 
 def waited_for(status: TargetStatus) -> str:
-    """Return the library, or if it is imported the module, that still has to be imported."""
+    """Return the library that still has to be imported, or the target's module if the library is imported already."""
     target = ROWS[status.name]
     return target.module if target.library in sys.modules else target.library
 

@@ -14,9 +14,10 @@ def release_of(distribution: str) -> str | None:
 
 
 def holds(release: str, condition: str) -> bool:
-    """Return whether a release meets a specifier such as ">= 0.50". Every release meets "".
+    """Return whether a release meets a specifier such as ">= 0.50". Every release meets the specifier "".
 
-    A development, post or local release such as "0.50.dev0" counts as its base release. "" means not installed.
+    A development, post or local release such as "0.50.dev0" counts as its base release. The release "" means not
+    installed, and meets no specifier.
     """
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version

@@ -50,7 +50,7 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release everything except ``size`` and ``dense_memory``, which count the copy."""
+        """Release everything except ``size`` and ``dense_memory``, which count the dense copy until nothing uses it."""
         self.views, self.scales, self.watchers = None, (), ()
         self.identity.forget()
 
@@ -58,7 +58,7 @@ class CacheEntry:
         """Return the dense copy if it came from exactly these tensors, and neither they nor the copy changed since.
 
         Raises:
-            RuntimeError: an inference tensor has no version counter.
+            RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
         """
         views = self.views
         # The last comparison finds out whether a reader wrote into the dense copy.
@@ -73,11 +73,11 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's key, which a transpose and a new ``.data`` do not change."""
+    """Return the weight's key. A transposed weight has the same key, and a new ``.data`` does not change the key."""
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return ``PackedWeight.fingerprint``, but the same for a weight and its transpose."""
+    """Return ``PackedWeight.fingerprint`` of the flat packed bytes, which is the same for a weight and its transpose."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

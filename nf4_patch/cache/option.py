@@ -11,7 +11,7 @@ from ..patching.option import Option, size_in_words
 
 
 class Uncached(enum.Enum):
-    """Why the cache did not serve a read."""
+    """Reasons why the cache did not serve a read."""
 
     BUDGET_SPENT = "the budget has no room for the weight"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'

@@ -12,9 +12,9 @@ from .store import cache
 
 
 def resize(target: Target, original: Function) -> Function:
-    """Replace ``UntypedStorage.resize_``, with which FSDP frees and refills storages without a new version.
+    """Replace ``UntypedStorage.resize_``, so that the cache first drops the weights decoded from the storage.
 
-    The cache first drops the weights decoded from the storage.
+    FSDP frees and refills storages with ``resize_``, which does not raise a version counter.
     """
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:

@@ -124,7 +124,7 @@ class Cache(dequantizer.Reader):
     # --- the budget ---
 
     def configure(self, mode: str | int) -> None:
-        """Set the mode: "off", "auto" or bytes per device. A new mode starts empty."""
+        """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
         if mode != self.mode:
             with self.lock:
                 self.on, self.mode = False, ""  # if an interrupt stops this call, the next call starts over
@@ -138,6 +138,7 @@ class Cache(dequantizer.Reader):
                 self.on, self.mode = mode != "off", mode
 
     def set_budget(self, budget: int) -> None:
+        """Set the budget in bytes per device. 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
             if not budget:
@@ -146,9 +147,12 @@ class Cache(dequantizer.Reader):
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Return the dense weight, read-only, caching it if there is room. None: the caller decodes.
+        """Return the dense weight, read-only, and cache it if there is room.
 
-        A Reason comes from ``decode``. Raises StaleWeightError in strict mode.
+        Return None if the caller has to decode the weight, or the Reason that ``decode`` returned.
+
+        Raises:
+            StaleWeightError: in strict mode, if the cached bits differ from the decoded packed bytes.
         """
         try:  # these lines repeat the beginning of ``find``, which saves the cost of a call
             entry = weight.memo().entry
@@ -244,10 +248,12 @@ class Cache(dequantizer.Reader):
         return runtime.current_stream(weight.packed.get_device()) == self.pinning and not runtime.is_capturing()
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode and cache a weight. Return None without room, or if ``"auto"`` ran out of memory and emptied the cache.
+        """Decode and cache a weight.
+
+        Return None if the budget has no room, or if ``"auto"`` ran out of memory and emptied the cache.
 
         Raises:
-            OutOfMemoryError: in the decode, with a budget of fixed size.
+            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size.
         """
         try:
             return self.decoded(weight, decode)
@@ -396,7 +402,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    Inductor warms its CUDA graphs up on side streams, with memory from their pool.
+    Once Inductor's CUDA graphs are imported, return True on every side stream, because they are warmed up there with
+    memory from their pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured

@@ -26,8 +26,8 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     The description has the layouts of tensors, not their contents.
 
     Raises:
-        Unsupported: an argument is no plain value, tensor on the GPU, tuple, list or dict, or is an inference tensor, or a
-            tensor other than the first requires a gradient.
+        Unsupported: a graph cannot replay an argument. Graphs support plain values, tensors on the GPU, and tuples, lists
+            and dicts of these. They support no inference tensors. Only the first tensor may require a gradient.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -51,9 +51,9 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of the arguments with ``replacements(tensor)`` in place of each tensor, and without ``num_items_in_batch``.
+    """Return a copy of the arguments in ``value``, with ``replacements(tensor)`` in place of each tensor.
 
-    Its value changes at every step.
+    The copy omits ``num_items_in_batch``, whose value changes at every step.
     """
     if isinstance(value, Tensor):
         return replacements(value)
@@ -65,7 +65,7 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 def flattened(value: Any) -> Any:
-    """Return the ids of all items in nested lists, so that a comparison finds replaced or added items."""
+    """Return nested lists with the id of each item in ``value``, so that a comparison finds replaced or added items."""
     if type(value) in (tuple, list):
         return [flattened(item) for item in value]
     if type(value) is dict:
@@ -86,9 +86,9 @@ class Slot:
         self.version = 0
 
     def load(self, tensor: Tensor) -> None:
-        """Copy the tensor, unless the buffer holds its contents.
+        """Copy the tensor into the buffer, unless the buffer already holds its contents.
 
-        All layers of a step get the same masks and position embeddings.
+        All layers of a step get the same masks and position embeddings, so only the first layer copies them.
         """
         if self.source() is tensor and self.version == tensor._version:
             return
@@ -98,6 +98,7 @@ class Slot:
         self.source, self.version = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
+        """Make the next ``load`` copy its tensor, even if the buffer already holds its contents."""
         self.source = lambda: None
 
 

@@ -97,9 +97,9 @@ def checkpoint_for(layer: Any, static_cache: Any = None) -> Checkpoint | None:
 
 
 def is_checkpointed_without_gradients(layer: Any) -> bool:
-    """Return whether transformers checkpoints the layer even without gradients, and therefore drops the cache.
+    """Return whether transformers checkpoints the layer even without gradients.
 
-    Older releases do so in training mode.
+    It then drops the cache of keys and values. Older releases do so in training mode.
     """
     kind: Any = sys.modules[LAYERS].GradientCheckpointingLayer
     return layer.gradient_checkpointing and layer.training and "__init_subclass__" not in vars(kind)
@@ -125,7 +125,10 @@ def static_cache_of(layer: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
 
 
 def why_not(layer: Any, args: tuple[Any, ...], checkpoint: Checkpoint | None, generates: bool) -> Reason | None:
-    """Return the Reason why this call has to run eagerly, or None. ``generates``: whether the call writes a StaticCache."""
+    """Return the Reason why this call has to run eagerly, or None.
+
+    ``generates`` says whether the call writes a StaticCache.
+    """
     if not generates and (reason := why_not_trained(layer)) is not None:
         return reason
     if checkpoint is None:

@@ -53,7 +53,7 @@ def nested(values: Any) -> Iterator[Any]:
 
 
 def only_requires_gradient(hook: Any) -> bool:
-    """Return whether the hook only calls ``requires_grad_``, as transformers' does for checkpoints."""
+    """Return whether the hook only calls ``requires_grad_``, as transformers' hook for gradient checkpointing does."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_names == ("requires_grad_",)
 
@@ -169,6 +169,7 @@ class Fingerprint:
         return [*map(of_tensor, self.floating), *map(strides, self.floating)]
 
     def is_in_place(self) -> bool:
+        """Return whether every tensor of the layer is still at the address that it had at the capture."""
         return addresses_of(self.tensors) == self.addresses
 
     def is_outdated(self) -> bool:
@@ -213,7 +214,7 @@ class Fingerprint:
             return False
 
     def restore(self) -> None:
-        """Restore the contents of the layer's lists, dicts and sets."""
+        """Restore the contents of the layer's lists, dicts and sets, as this fingerprint recorded them."""
         before = {id(each): found for each, found in zip(self.watched, self.copies, strict=True)}
         for container in self.changing:
             found = before.get(id(container), type(container)())

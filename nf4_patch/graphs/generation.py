@@ -18,7 +18,8 @@ from .refusal import Refusal
 def tensors_of(static_layer: Any) -> list[Tensor]:
     """Return the tensors that a StaticCache holds for one decoder layer.
 
-    They are keys, values and, in newer releases, the number of tokens, or the states of linear attention.
+    For attention, these are the keys, the values and, in newer releases of transformers, the number of tokens. For linear
+    attention, they are the layer's states.
     """
     values = [each for v in vars(static_layer).values() for each in (v.values() if type(v) is dict else (v,))]
     return [value for value in values if isinstance(value, Tensor)]
@@ -37,14 +38,19 @@ class DecodeStep(Work):
             return self.first_of(task.function(task.static_cache, self.x, self.buffers))
 
     def run(self) -> list[Tensor]:
-        """Run the forward once, and add the index of each cache layer that it changed to ``written``. No gradients."""
+        """Run the forward once, and add the index of each cache layer that it changed to ``written``.
+
+        Return an empty list, because no tensor gets a gradient.
+        """
         with self.undone():
             self.forward()
         return []
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the static cache's number of tokens after the ``with`` block. The first replay overwrites keys and values.
+        """Restore the static cache's number of tokens after the ``with`` block.
+
+        The new keys and values stay, because the first replay overwrites them with equal ones.
 
         Raises:
             Refusal: the ``with`` block changes an attribute of the static cache.

@@ -1,7 +1,7 @@
 """Find the functions that a layer runs, and tell code of installed libraries from code of the script or notebook.
 
-A CUDA graph runs no Python. The fingerprint records the Python state that library code reads. What a script's code reads
-(globals, closures, other objects) cannot be recorded, so a layer that runs such code is not captured.
+A CUDA graph runs no Python. The fingerprint records the Python state that library code reads. The state that a script's
+code reads (globals, closures, other objects) cannot be recorded, so a layer that runs such code is not captured.
 """
 
 from __future__ import annotations
@@ -121,8 +121,10 @@ class Code:
     """The functions that a layer may run.
 
     The search starts with the modules' callable attributes and with their methods in CALLED, such as ``forward``. It
-    looks up all names that each found function uses: in the classes of the layer's modules, in the Python modules of
-    these classes and of the attention and experts functions that a config names, in ``torch.nn.functional``, and in each
+    looks up all names that each found function uses.
+
+    Names are looked up in the classes of the layer's modules, in the Python modules of these classes and of the
+    attention and experts functions that a config names, and in ``torch.nn.functional``. They are also looked up in each
     module that another library's module holds under one of the names, such as ``bitsandbytes``.
     """
 
@@ -165,7 +167,10 @@ class Code:
 
     @property
     def replaceable(self) -> list[Any]:
-        """The functions whose code or defaults a script or autoreload might replace. None: freed."""
+        """The functions whose code or defaults a script or IPython's autoreload might replace.
+
+        A freed function appears as None.
+        """
         return [*self.plain, *[function() for function in self.closures]]
 
     def reached(self, called: list[FunctionType]) -> list[FunctionType]:
@@ -207,7 +212,7 @@ class Code:
         return [*functions]
 
     def names(self, name: str) -> bool:
-        """Return whether the layer's code contains ``name``, also as a string."""
+        """Return whether the layer's code contains ``name`` as a variable, an attribute or a string."""
         return any(name in all_names(code) for code in self.codes)
 
 
@@ -215,7 +220,7 @@ IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_inte
 
 
 def is_fixed(module: str) -> bool:
-    """Return whether no script changes the module: PyTorch, NumPy, nf4_patch and the standard library."""
+    """Return whether the module belongs to PyTorch, NumPy, nf4_patch or the standard library, which no script changes."""
     package = module.partition(".")[0]
     return package in ("torch", "numpy", OURS) or package in sys.stdlib_module_names
 
@@ -272,7 +277,7 @@ HOOKING = {"register_hook", "register_prehook", "retain_grad"}
 
 @contextlib.contextmanager
 def hooks_on_activations() -> Iterator[list[str]]:
-    """Yield a list of the names of all calls in the ``with`` block that hook a tensor or an autograd node.
+    """Yield a list of the names of all calls in the ``with`` block that put a hook on a tensor or an autograd node.
 
     Autograd cannot list its hooks, so Python's profiler observes the calls.
     """

@@ -29,7 +29,7 @@ def window_is_full(static_layer: Any) -> bool:
 
 
 def roll(static_layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Replace a sliding layer's ``update``. In a full window, drop the oldest token."""
+    """Replace a sliding layer's ``update``. In a full window, drop the oldest token and append the new one."""
     if not window_is_full(static_layer) or key_states.shape[-2] != 1:
         return type(static_layer).update(static_layer, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
     static_layer.cumulative_length_int += 1
@@ -61,7 +61,7 @@ def rolls_alike(kind: Any) -> bool:
 def rolling(static_cache: Any) -> Iterator[list[str]]:
     """Replace the ``update`` of full windows by ``roll`` inside the ``with`` block.
 
-    Yield a list of the functions that read a window's length on the host there, by name.
+    Yield a list, to which each function that reads a window's length on the host adds its name.
     """
     read: list[str] = []
     sliding = [layer for layer in static_cache.layers if length_of(layer) is not None]

@@ -1,8 +1,8 @@
 """Read the stop flag of ``generate()`` one token late, so that the host does not wait for the GPU at each token.
 
-transformers' class ``DeferredStopCheck`` does this on Apple's GPUs only. It drops the one token too many. This module
-enables the class if the decode steps are CUDA graphs, and then resets the random generator to its state before the
-dropped token.
+transformers' class ``DeferredStopCheck`` does this on Apple's GPUs only. It computes one token too many and drops this
+token. This module also enables the class if the decode steps are CUDA graphs. It then resets the random generator to
+its state before the dropped token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_EACH_TOKEN = "prepare_inputs_for_generation", "_update_model_kwargs_for_gener
 class Sample:
     """One call of transformers' ``GenerationMixin._sample``.
 
-    ``is_plain``: only transformers' code reads the tokens, so that nobody sees the dropped one.
+    ``is_plain`` says whether only transformers' code reads the tokens, so that nobody sees the dropped one.
     """
 
     def __init__(self, is_plain: bool):

@@ -1,7 +1,8 @@
-"""Find out whether another thread of the process might use the GPU, which a capture would make fail.
+"""Find out whether another thread of the process might use the GPU.
 
-The GPU's random generator in PyTorch and ``torch.cuda.synchronize`` belong to the whole process. PyTorch does not say
-which threads use the GPU, so this module reads their stacks.
+A capture of a CUDA graph would make such a thread fail, because the GPU's random generator in PyTorch and
+``torch.cuda.synchronize`` belong to the whole process. PyTorch does not say which threads use the GPU, so this module
+reads their stacks.
 """
 
 from __future__ import annotations

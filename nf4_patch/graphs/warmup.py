@@ -31,7 +31,7 @@ class HostGenerators:
         self.of_numpy: Any = self.numpy and self.numpy.get_state()
 
     def moved(self, apart_from: Any = None) -> bool:
-        """Return whether a generator other than ``apart_from`` was used since."""
+        """Return whether a generator other than ``apart_from`` was used since this object was made."""
         if self.numpy:
             name, keys, *rest = self.of_numpy
             now, keys_now, *rest_now = self.numpy.get_state()
@@ -49,7 +49,7 @@ class HostGenerators:
 
 
 def others_draw(seconds: float) -> bool:
-    """Return whether another thread draws random numbers while this one sleeps."""
+    """Return whether another thread draws random numbers on the host while this one sleeps."""
     before = HostGenerators()
     time.sleep(seconds)
     return before.moved()
@@ -62,8 +62,8 @@ class Marker:
 class Leftovers:
     """Finds tensors of a run that stay alive after it, such as an auxiliary loss that a router appends to a list.
 
-    A replay would not append the loss, and no user can call ``backward()`` through a warm-up. ``inputs`` are the run's
-    leaves.
+    A replay would not append the loss, and no user can call ``backward()`` through the loss of a warm-up. ``inputs``
+    are the leaf tensors that the run begins with.
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -81,7 +81,7 @@ class Leftovers:
         return any(marker() for marker in self.markers)
 
     def remove(self) -> None:
-        """Remove the run's living tensors from the lists that hold them."""
+        """Remove the run's tensors that are still alive from the lists that hold them."""
         markers = {id(marker()) for marker in self.markers}
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.requires_grad]
         for tensor in tensors:

@@ -123,7 +123,8 @@ class LoraProduct(PlainFunction):
 
         Args:
             x: [rows, in], in the dtype of the base product.
-            y: None, a bias [out], or [rows, out], which might be overwritten, so that nothing may require a gradient.
+            y: None, a bias [out], or a tensor [rows, out]. Such a tensor might be overwritten, so it is allowed only if
+                nothing requires a gradient.
             dense: returns the base weight [out, in] in the dtype of x, read-only.
             adapters: for each adapter, the class to multiply with, the scale, and whether z is x.
             tensors: z [rows, in], or None if it is x, A [rank, in] and B [out, rank] of each adapter.

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """Round fp32 x to the precision of bf16. Triton's interpreter would truncate in a cast."""
+    """Round fp32 x to the precision of bf16. A cast is not used, because it would truncate in Triton's interpreter."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)

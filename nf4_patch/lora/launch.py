@@ -22,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 class Tile(NamedTuple):
     """Rows and columns that a program multiplies at a time, and stages of Triton's software pipeline.
 
-    Chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
+    The values were chosen on an H200, for layers of 1,024 to 14,336 columns, 512 and 4,096 rows, and rank 16.
     """
 
     rows: int
@@ -35,7 +35,7 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 
 @functools.cache
 def constants(name: str, rank: int, **flags: bool) -> dict[str, Any]:
-    """Return a kernel's constexprs, in order. ``flags`` are WIDE and, for expand_kernel, ADD."""
+    """Return a kernel's constexprs, in the order of its signature. ``flags`` are WIDE and, for expand_kernel, ADD."""
     rows, columns, _ = TILES[name]
     block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
     return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
@@ -51,7 +51,7 @@ def compile_kernels(rank: int, device: torch.device) -> None:
     """Compile every kernel for this rank.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
+        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     x, narrow = (torch.empty(16, dtype=dtype, device=device) for dtype in (BF16, FP32))
     sizes = 2, WIDTH_UNIT, rank

@@ -5,7 +5,7 @@
   On a GPU without a table, a measurement chooses it. Within a process, the choice for a size never changes.
 * A *plan* applies a config to one GPU. A *CTA* is a thread block. With *split K*, each CTA computes a part of K, and a
   second launch adds up the partial sums.
-* A *launch* has the compiled kernel and all arguments except x and out.
+* A *launch* has the compiled kernels and all their arguments, except x, out and the adapter, which each call passes.
 * An *adapter* is LoRA's A [rank, k], B [n, rank] and scaling. Its *inner product* is scale * x @ A.T, [m, rank].
 * The *originals* are the library functions that the fused matmul replaces.
 """

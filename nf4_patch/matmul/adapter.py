@@ -40,7 +40,7 @@ def layout_of(a: torch.Tensor) -> AdapterLayout:
 
 
 def span_of(k: int) -> int:
-    """Return the columns of x in each part of K."""
+    """Return how many columns of x each part of K has."""
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
@@ -85,7 +85,10 @@ def key_of(x: torch.Tensor, adapter: Adapter) -> tuple[Any, ...]:
 
 
 def is_readable(factor: torch.Tensor) -> bool:
-    """Return whether the kernels can read this A or B, which lazy negation and freed memory prevent."""
+    """Return whether the kernels can read ``factor``, which is the adapter's A or B.
+
+    A readable factor is contiguous, 16-byte aligned and not lazily negated, and its storage holds all its elements.
+    """
     return (
         factor.is_contiguous()
         and not factor.data_ptr() % 16
@@ -107,7 +110,7 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
     """Return the compiled kernel of the first launch, for x [m, k] in bf16.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
+        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     dependent = (
         runtime.capability_of(device) >= (9, 0)
@@ -140,8 +143,8 @@ class LoraLaunch(MatmulLaunch):
     def add(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
         """Multiply x by the weight, and add the adapter's product.
 
-        x must have the shape, dtype and device, and A and B the layout, that ``resolve`` got. ``is_readable`` must be
-        True for A and B.
+        x must have the shape, dtype and device of the x that ``resolve`` got. A and B must have the layout of the A
+        that ``resolve`` got, and ``is_readable`` must be True for both.
         """
         device = self.device
         if runtime.current_device() != device:
@@ -179,7 +182,7 @@ def resolve(
     The caller must have checked ``launch.supports`` and ``supports``.
 
     Raises:
-        KernelUnavailable: a kernel cannot be compiled, or not during a CUDA graph capture.
+        KernelUnavailable: a kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     n, k = weight.shape
     m, layout = x.numel() // k, layout_of(a)

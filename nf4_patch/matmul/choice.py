@@ -36,9 +36,10 @@ _thread = Thread()
 
 
 def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) -> SmallMConfig | None:
-    """Return the config for x [m, k], or None if nothing is faster.
+    """Return the config for x [m, k] and a weight [n, k], or None if the fused matmul is not faster.
 
-    Fixed per process, so that a recompute agrees with its forward.
+    The answer never changes within a process, so that a recompute agrees with its forward. Without ``may_measure``, the
+    answer is None if there is neither a shipped table nor an earlier measurement.
     """
     if m > LARGEST_M or device < 0:  # PyTorch's index of the CPU is -1
         return None
@@ -83,7 +84,10 @@ def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConf
 
 
 def measured_apart(*arguments: Any) -> Measurement | None:
-    """Call ``measure`` in a new thread, where autocast, modes and private memory pools of this thread do not apply."""
+    """Call ``measure`` in a new thread, where autocast, modes and private memory pools of this thread do not apply.
+
+    Return None if the kernel cannot be compiled or the GPU has too little memory.
+    """
     with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
         try:
             return pool.submit(measure, *arguments).result()

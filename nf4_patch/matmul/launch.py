@@ -32,12 +32,15 @@ def first_config(
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """Return the shipped table's config, or None if it has none or dequantize + matmul is faster."""
+    """Return the shipped table's config, or None if the table has none for this size or dequantize + matmul is faster."""
     return first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
 
 
 def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
-    """Return whether the weight is large enough. More than ``rows`` rows need ``least[rows]`` elements."""
+    """Return whether the weight is large enough for the fused matmul to be faster.
+
+    More than ``rows`` rows need ``least[rows]`` elements.
+    """
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
@@ -129,7 +132,7 @@ def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, co
     because sums are added in a fixed order. Call :func:`supports` first.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or not during a CUDA graph capture.
+        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     n, k = weight.shape
     m = x.numel() // k

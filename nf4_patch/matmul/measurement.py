@@ -39,7 +39,7 @@ DEQUANTIZE = "dequantize + matmul"
 
 
 class Measurement(NamedTuple):
-    """The config that won a measurement, and all times."""
+    """The config that won a measurement, if any, and all times."""
 
     config: SmallMConfig | None  # None if the fused matmul is not faster
     us: Mapping[str, float]  # median GPU time in us, by the name of the timed function

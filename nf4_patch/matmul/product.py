@@ -44,9 +44,9 @@ class FusedMatmul:
         out: Tensor | None = None,
         adapter: Adapter | None = None,
     ) -> Tensor | Reason:
-        """Return x @ weight.T + bias, [..., N] in x's dtype, which the weight [N, K] shares, or the Reason for a fallback.
+        """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
-        With ``adapter``, which excludes ``out``, add scale * (x @ A.T) @ B.T.
+        The weight [N, K] has x's dtype. With ``adapter``, which excludes ``out``, add scale * (x @ A.T) @ B.T.
         """
         if dequantizer.prefetch.on:  # no lambda, see ``Dequantizer.run``
             found = dequantizer.prefetch.read(

@@ -41,7 +41,7 @@ def plan(
     capability: tuple[int, int] = (9, 0), step: int = 64,
     adapter: AdapterLayout | None = None,
 ) -> SmallMPlan:  # fmt: skip
-    """Plan the work for x [m, k], m up to 64 (``half``: fp16, else bf16), and a weight [n, k].
+    """Plan the work for x [m, k], with m up to 64, in fp16 (``half``) or bf16, and a weight [n, k].
 
     ``offset`` is the dtype of the weight's offset, or None for a flat weight, and ``step`` is ``PackedWeight.step()``.
     """

@@ -521,7 +521,11 @@ class Cta:
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """Return PTX by which a warp says at ``full`` that its sums are written, or at ``free`` that it has read them."""
+        """Return the PTX with which a warp arrives at a barrier.
+
+        It arrives at ``full`` after it has written its partial sums, and at ``free`` after it has read the sums to add
+        up.
+        """
         if self.dialect.wait:
             # One arrival per warp would be enough, but then the tool racecheck (2025.3.1) would report the other lanes'
             # stores as races.
@@ -560,9 +564,10 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """Set the predicate ``name`` + b, whether this lane's words of group b are within K, for each b.
+        """For each group b, set the predicate ``name`` + b, which is true if this lane's words of the group are within K.
 
-        ``also`` is "", or ", " and another predicate that must be true as well.
+        Args:
+            also: "", or ", " and the name of another predicate that must be true as well.
         """
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
@@ -627,7 +632,7 @@ class Cta:
 
 @functools.lru_cache(maxsize=256)
 def program(*fields: Any) -> str:
-    """Return the PTX source for a :class:`Cta` with these fields, whose operands are:
+    """Return the PTX source for a :class:`Cta` with these fields. The operands of the PTX are:
 
     * Addresses: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias.
     * Integers: $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions,

@@ -4,6 +4,7 @@
 * A *row* is one token at one of its ``top_k`` experts. Rows are sorted by expert.
 * A row's *slot*, token * top_k + k, is its index before sorting, and the index of its router weight.
 * A *grouped product* multiplies the rows of each expert by the expert's weight.
-* The *frozen product* is that with the weight itself. LoRA's product with its *factors*, left and right, is added to it.
+* The *frozen product* is the grouped product with the stack itself, without LoRA. LoRA's product, with its *factors*
+  left and right, is added to it.
 * A *wrapper* holds the LoRA factors of one stack. The wrappers whose forward is running are *active*.
 """

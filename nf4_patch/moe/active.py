@@ -21,7 +21,7 @@ class Wrapper(Protocol):
 class ActiveWrappers(threading.local):
     """The LoRA wrappers whose forwards are running in this thread.
 
-    Only the first forward of the experts inside a wrapper's forward applies its factors.
+    Only the first forward of the experts inside a wrapper's forward applies the wrapper's LoRA factors.
     """
 
     wrappers: tuple[Wrapper, ...] = ()

@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
-    """Return an attribute of an experts module, or that in DEFAULTS."""
+    """Return a boolean attribute of an experts module, or its value in DEFAULTS if the module lacks it."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
@@ -163,7 +163,8 @@ class Combined(torch.autograd.Function):
     """Multiply the rows by the router's weights, add ``addend``, and sum each token's rows.
 
     In the backward, ``Weighted`` multiplies by the weights. Under a checkpoint, this node saves no tensor, so that the
-    recompute stops before the down projection. It then reads slot_of from the node ``Saved``, whose result is ``saved``.
+    recompute stops before the down projection. The backward then reads slot_of from the node ``Saved``, whose result is
+    ``saved``.
     """
 
     @staticmethod
@@ -187,10 +188,10 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the product of each row with its frozen weight, plus bias, and with the LoRA factors (None without LoRA).
+    """Return each row's product with its frozen weight, plus bias, and with the LoRA factors (None without LoRA).
 
-    x is [rows, in], sorted by expert. Pass the router's weights [tokens, top_k] if ``Combined`` follows, which multiplies
-    only the frozen product. They multiply LoRA's product here.
+    x is [rows, in], sorted by expert. Pass the router's weights [tokens, top_k] if ``Combined`` follows. They multiply
+    LoRA's product here, and ``Combined`` multiplies the frozen product by them.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -213,8 +214,9 @@ def forward(
     """Run the experts of one layer, in place of ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
 
     hidden_states and the result are [tokens, hidden]. top_k_index (the chosen experts) and top_k_weights are [tokens,
-    top_k]. Stacks that are not in ``stacks`` are dense, in the module. ``lora`` has the factors of the active adapters,
-    by stack. ``whole``: multiply all rows in grouped products, instead of each row by a copy of its weight.
+    top_k]. Stacks that are not in ``stacks`` are read from the module as dense weights. ``lora`` has the factors of the
+    active adapters, by stack. With ``whole``, multiply all rows in grouped products, otherwise each row by a copy of
+    its weight.
     """
 
     def weight(name: str) -> ExpertWeight:

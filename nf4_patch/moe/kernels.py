@@ -91,9 +91,9 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """Compute out, the gradient with respect to ``rows``, given that with respect to silu(gate) * up, [n, width].
+    """Compute out, the gradient with respect to ``rows``, given the gradient with respect to silu(gate) * up.
 
-    rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
+    gradient: [n, width]. rows, out: [n, 2 * width]. A program computes BLOCK columns of gate and of up, for one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

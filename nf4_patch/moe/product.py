@@ -43,8 +43,8 @@ class SavedExperts:
         """Decode the saved stack, [experts, ...].
 
         Raises:
-            RuntimeError: the stack's memory was freed or written to since the forward. In compiled code, autograd itself
-                checks this.
+            RuntimeError: the stack's memory was freed or written to since the forward. Compiled code skips this check,
+                because autograd itself checks that no saved tensor was written to.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -88,7 +88,10 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row by its expert's weight [experts, in, out]."""
+    """Multiply each row by its expert's weight [experts, in, out].
+
+    ``ends`` holds the index after each expert's last row, int32 [experts].
+    """
     result: Tensor = sys.modules[EXPERTS]._grouped_mm(x, weight, offs=ends)
     return result
 
@@ -99,7 +102,11 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether tensors that autograd saves now are freed soon, in a checkpoint's forward or recompute."""
+    """Return whether tensors that autograd saves now are freed soon, because a checkpoint's forward or recompute runs.
+
+    Return False if other hooks on saved tensors are innermost, such as those of ``save_on_cpu``, because they keep the
+    tensors.
+    """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
         return backward_in_progress() != -1
@@ -107,7 +114,7 @@ def frees_saved_tensors() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether to save the packed stack. A recompute saves the dense one."""
+    """Return whether to save the packed stack for the backward. A checkpoint's recompute saves the dense stack instead."""
     return torch.is_grad_enabled() and transforms_active() is None and not frees_saved_tensors()
 
 
@@ -151,9 +158,9 @@ class ExpertWeight(NamedTuple):
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply each row of x [rows, in] by the weight of its expert, int64 [rows], with LoRA and bias.
+        """Multiply each row of x [rows, in] by the weight of its expert, with LoRA and bias.
 
-        Only these experts are decoded.
+        ``experts`` holds the expert of each row, int64 [rows]. Only these experts are decoded.
         """
         weight = self.stack[experts]
         if self.lora is not None:

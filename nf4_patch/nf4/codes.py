@@ -55,5 +55,5 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Copy the code values synchronously, for any stream."""
+    """Copy the code values to a device. The copy is synchronous, so any CUDA stream may read the result."""
     return code_of(quant_type, torch.device("cpu")).to(device)

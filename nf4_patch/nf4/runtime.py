@@ -119,7 +119,7 @@ def multiprocessors(device: int | torch.device) -> int:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Dynamo can trace this function."""
+    """Return whether the kernels run on the tensor's device. Dynamo can trace this function."""
     return tensor.device.type == DEVICE
 
 
@@ -154,7 +154,7 @@ def overlap(read: Iterable[Span], start: int, end: int) -> bool:
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> bool:
-    """Return whether ``out`` fits and requires no gradient."""
+    """Return whether ``out`` has this shape, dtype and device index, is contiguous, and requires no gradient."""
     return (
         isinstance(out, torch.Tensor)
         and out.shape == shape
@@ -166,7 +166,10 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return where the bits are equal, flat. Zeros of different sign differ. Any two NaNs are equal."""
+    """Return a flat bool tensor that is True where the bits are equal.
+
+    Zeros of different sign differ. Any two NaNs are equal.
+    """
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -178,7 +181,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the newest CUDA version of the driver, 1000 * major + 10 * minor, or 0."""
+    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -196,11 +199,14 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, which is the result of ``build`` at the first use. If ``build`` failed, raise its error again.
+    """Return ``built[key]``, which is the result of ``build`` at the first use.
+
+    If ``build`` fails, store the error and raise it again at every later use. If memory runs out, or a CUDA graph is being
+    captured, store nothing, because a later call might succeed.
 
     Raises:
-        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured, so that a later call might succeed.
-        torch.cuda.OutOfMemoryError, MemoryError: memory ran out. Nothing is stored.
+        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured.
+        torch.cuda.OutOfMemoryError, MemoryError: memory ran out.
     """
     if key not in built:
         if is_capturing():
@@ -233,7 +239,7 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
     """Compile a kernel for the types of ``arguments`` and the constexprs ``values``. Return Triton's CompiledKernel.
 
     Raises:
-        KernelUnavailable: TRITON_INTERPRET is set.
+        KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
     """
     if is_interpreted(kernel):
         raise KernelUnavailable("TRITON_INTERPRET is set, so Triton compiles no kernel. Unset it and start again")
@@ -251,8 +257,8 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
         arguments: samples, whose types must be the same for the same ``kind``.
         values: the constexprs by name, in the order of the signature.
         kind: whatever else the code depends on: the device, dtypes, which sizes are multiples of 16.
-        options: Triton's. With ``launch_pdl`` (Triton >= 3.6, sm_90), the kernel may start before the previous kernel ends,
-            and must wait for its results.
+        options: options of Triton's compiler. With ``launch_pdl`` (Triton >= 3.6, sm_90), the kernel may start before the
+            previous kernel ends, and must wait for its results.
     """
 
     def build() -> KernelEntry:
@@ -273,7 +279,7 @@ def launch(
     ``arguments`` are contiguous, 16-byte aligned tensors, and numbers. The kernel runs on the device of the first.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or not during a CUDA graph capture.
+        KernelUnavailable: the kernel cannot be compiled, or is not compiled yet while a CUDA graph is being captured.
     """
     device = arguments[0].get_device()
     if current_device() != device:

@@ -78,7 +78,10 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """Return the memo for this weight's fingerprint, and store it under ``place``, where ``memo`` compares ``tensors``."""
+        """Return the memo for this weight's fingerprint, and store it under the key ``place``.
+
+        ``memo()`` then finds it at once. It compares ``tensors`` with those of later weights that have the same key.
+        """
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
         memo = _memos.setdefault(self.fingerprint(), WeightMemo())
@@ -102,18 +105,20 @@ class PackedWeight(NamedTuple):
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """Return the tensor that owns the packed bytes: a parameter, unless the bytes were computed or copied.
+        """Return the tensor that owns the packed bytes. This is a parameter, unless the bytes were computed or copied.
 
-        Inductor's bytes have no ``_base``. Their address and version do not identify the weight.
+        Bytes that Inductor computed have no ``_base``. Their address and version counter do not identify the weight.
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset. If flat, ``code`` replaces the last three.
+        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset.
+
+        A flat weight has ``code`` in place of the last three.
 
         Raises:
-            KernelUnavailable: GRAPH_CAPTURE, in a capture before ``code`` is on the device.
+            KernelUnavailable: GRAPH_CAPTURE, if ``code`` is not on the device yet and a CUDA graph is being captured.
         """
         code = remembered_code(self.quant_type, self.packed.device)
         second = (self.absmax2, self.code2, self.offset) if self.nested() else (code,) * 3

@@ -29,7 +29,7 @@ ADVICE = 'free host memory, or keep more weights on the GPU with a larger offloa
 
 
 class Cuda:
-    """All CUDA calls of this folder, which tests replace."""
+    """Wraps all CUDA calls of the offload folder, so that tests can replace them."""
 
     kind, pending = "cuda", dict[int, tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -57,7 +57,8 @@ class Cuda:
     def unregister(self, host: Tensor, device: torch.device) -> None:
         """Unpin memory, unless it is not pinned.
 
-        During a capture, which unpinning would break, and after an interrupt, the memory waits for the next call.
+        Unpinning would break a CUDA graph capture, so during a capture the memory waits for the next call. So does memory
+        whose unpinning was interrupted.
         """
         self.pending[host.data_ptr()] = host, device
         if torch.cuda.is_current_stream_capturing():
@@ -68,7 +69,7 @@ class Cuda:
             self.pending.pop(address, None)
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """Return a CUDA tensor, uint8 [bytes], which keeps ``part`` alive."""
+        """Return the host memory ``part`` as a CUDA tensor, uint8 [bytes], which keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, destination: Tensor, host: Tensor) -> None:
@@ -116,7 +117,7 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def part(self, tensor: Tensor | None) -> slice | None:
-        """Return the slice of ``host`` with the whole tensor's bytes, or None."""
+        """Return the slice of ``host`` with this tensor's bytes, or None unless the whole tensor is in the block."""
         if tensor is None or self.sizes.get(tensor.data_ptr()) != tensor.nbytes or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr() - self.host.data_ptr()

@@ -180,7 +180,10 @@ class Prefetcher:
         return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Copy a host block into a buffer, once all reads of the buffer are done. ``ahead``: the block is not needed yet."""
+        """Copy a host block into a buffer, once all earlier reads of the buffer are done.
+
+        ``ahead`` says whether the copy is made before the block is needed.
+        """
         self.empty(buffer)
         # The caller's stream may have written to the block. If the caller needs the block now, the copy must wait for
         # these writes. A prefetch need not wait: after a write the identity does not hold, and ``read`` then copies
@@ -199,7 +202,7 @@ class Prefetcher:
         self.late += not ahead
 
     def refresh(self, buffer: Buffer, weight: PackedWeight, block: HostBlock) -> None:
-        """Copy one weight again, because it was written to, or is read for the first time."""
+        """Copy one weight into the buffer again, because it was written to, or is read for the first time."""
         buffer.identities.pop(weight[0].data_ptr(), None)
         self.wait(buffer)
         self.stream.wait_stream(host_memory.cuda.current_stream(self.device))  # which may have written the weight
@@ -211,7 +214,7 @@ class Prefetcher:
         buffer.arrived.record(self.stream)
 
     def empty(self, buffer: Buffer) -> None:
-        """Make the copy stream wait until all reads of the buffer are done."""
+        """Mark the buffer as empty, and make the copy stream wait until all reads of the buffer are done."""
         buffer.block = None
         self.wait(buffer)
 
@@ -266,7 +269,7 @@ class Prefetch(dequantizer.Prefetch):
 
 
 def block_of(packed: Tensor) -> HostBlock | None:
-    """Return the block that holds the packed bytes, or None."""
+    """Return the block that holds the packed bytes, or None if there is none or ``packed`` has no address."""
     try:
         return blocks.get(packed.data_ptr(), no_block)()
     except (AttributeError, RuntimeError):  # the guards then name the Reason
@@ -274,7 +277,10 @@ def block_of(packed: Tensor) -> HostBlock | None:
 
 
 def counts_writes(weight: PackedWeight) -> bool:
-    """Return whether every write raises a version. ``parameter.data`` has a version counter of its own."""
+    """Return whether every write to the weight raises a version of its tensors.
+
+    An inference tensor has no version counter, and ``parameter.data`` has a separate version counter.
+    """
     is_parameter = isinstance(weight.owner(), torch.nn.Parameter)
     return is_parameter and not any(tensor.is_inference() for tensor in weight.tensors())
 

@@ -37,7 +37,10 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(function: Any) -> Checkpoint | None:
-    """Return the properties of PyTorch's or Unsloth's checkpoint function, or None for any other or unknown options."""
+    """Return the properties of PyTorch's or Unsloth's checkpoint function.
+
+    Return None for any other function, or if the function has unknown options.
+    """
     function = function if type(function) is partial else partial(function)
     inner, options = function.func, dict(function.keywords)
     if function.args or any(options.pop(name, values[0]) not in values for name, values in HARMLESS.items()):

@@ -85,8 +85,9 @@ class Config:
     ) -> Config:  # fmt: skip
         """Return the configuration. ``before`` is the current one, or None if the patch is off.
 
-        An option gets the value of its argument. Without an argument, it keeps that of ``before``, or gets that of its
-        variable. The ``profile``, by default the one in force, sets options that were set in neither way.
+        An option gets the value of its argument. Without an argument, it keeps its value in ``before`` or, without
+        ``before``, gets the value of its variable. The ``profile``, by default the one in force, sets options that
+        neither an argument nor a variable has set.
 
         Raises:
             ConfigError: a value is not allowed, or a typed option needs another release of a library.

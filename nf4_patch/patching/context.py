@@ -38,7 +38,8 @@ own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ 
 def returns_tensors(cls: type) -> bool:
     """Return whether PyTorch's operators return plain tensors for inputs of this class.
 
-    A class with its own ``__torch_dispatch__`` or ``__torch_function__`` might not, except bitsandbytes' Params4bit.
+    They might not for a class with its own ``__torch_dispatch__`` or ``__torch_function__``, except for bitsandbytes'
+    Params4bit.
     """
     if cls is torch.Tensor:
         return True
@@ -49,7 +50,10 @@ def returns_tensors(cls: type) -> bool:
 
 
 def function_mode_active() -> bool:
-    """Return whether a TorchFunctionMode is active that is not PyTorch's own. Dynamo can trace this."""
+    """Return whether a TorchFunctionMode is active that is not PyTorch's own. Dynamo can trace this function.
+
+    PyTorch's own modes set the default device or record a graph, and both work with nf4_patch's custom op.
+    """
     return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
 
 
@@ -61,8 +65,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def watched(gradient: torch.Tensor | None = None) -> Reason | None:
     """Return the Reason why PyTorch has to see every operation of this eager call, or None.
 
-    Transforms and traces come first, because only modes may be ignored, in a recompute. A backward passes its
-    ``gradient``.
+    Transforms and traces are checked first, because no call may ignore them, while a recompute may ignore modes. A
+    backward passes its ``gradient``.
     """
     if transforms_active() is not None or (gradient is not None and is_batched(gradient)):
         return Reason.FUNCTORCH_TRANSFORM

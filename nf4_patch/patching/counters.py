@@ -21,7 +21,7 @@ class FallbackError(RuntimeError):
 
 
 class HitCounter:
-    """The launches for one target, weight shape, dtype and kernel."""
+    """Counts the kernel launches for one combination of target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 

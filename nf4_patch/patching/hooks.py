@@ -70,6 +70,7 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
+    """Turn off every replacement. Put each original back, unless another library replaced or wrapped the replacement."""
     put_in_force(None)
 
 
@@ -109,7 +110,8 @@ class Halfway(ModuleSpec):
 
     A module might define a target at the end of its import, or define it again. For example,
     transformers.integrations.bitsandbytes first imports bitsandbytes, which turns the patch on with NF4_PATCH=1. At the
-    end of an import, even a failed one, Python sets ``_initializing`` to False.
+    end of an import, even a failed one, Python sets ``_initializing`` to False, which tells the spec that the import
+    has ended.
     """
 
     _initializing: bool

@@ -16,7 +16,10 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """Return an RLock that is free in a forked child, where data that it protects might be inconsistent."""
+    """Return an RLock that is free in a forked child, even if another thread held it during the fork.
+
+    The data that it protects might then be inconsistent in the child.
+    """
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -27,7 +30,10 @@ class Running:
 
 
 class Block(threading.local):
-    """Tells whether this thread runs a certain ``with`` block, also after an interrupt of the block's cleanup."""
+    """Tells whether this thread runs a certain ``with`` block.
+
+    An interrupt of the block's cleanup does not leave ``on`` True.
+    """
 
     by: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to the running block
 

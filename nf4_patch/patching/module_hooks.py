@@ -1,4 +1,7 @@
-"""Detect module hooks and a replaced ``forward``, which code that computes a module's result without calling it would skip."""
+"""Detect module hooks and a replaced ``forward``.
+
+Code that computes a module's result without calling the module would skip them.
+"""
 
 from __future__ import annotations
 

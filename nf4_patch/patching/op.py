@@ -41,10 +41,12 @@ def given(*fields: Any) -> PackedWeight:
 
 
 def kernel(*fields: Any) -> Tensor:
-    """Dequantize into a new tensor. If the kernel cannot run, use PyTorch operators: a compiled graph cannot call the original.
+    """Dequantize into a new tensor. If the kernel cannot run, use PyTorch operators.
+
+    A compiled graph cannot fall back to the original function.
 
     Raises:
-        ValueError: neither can dequantize the weight.
+        ValueError: neither the kernel nor PyTorch operators can dequantize the weight.
     """
     weight = given(*fields)
     memo = weight.memo()

@@ -34,7 +34,7 @@ SMALLEST = 10**6  # a smaller number needs a unit, because the user probably did
 
 
 def size_of(text: str) -> int | None:
-    """Convert a size such as "6GiB", "6G", "6.5 GB" or "6442450944" to bytes, any other text to None."""
+    """Convert a size such as "6GiB", "6G", "6.5 GB" or "6442450944" to bytes. Return None for any other text."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in ("", *SPELLINGS):
         return None
@@ -121,11 +121,11 @@ class Option(Variable):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the required targets with this option as their first."""
+        """Return the required targets whose field ``option`` is this option."""
         return tuple(target for target in TARGETS if target.option == self.argument and target.required)
 
     def word(self, text: str) -> str:
-        """Translate "false" to "off", and "true" to the only other value."""
+        """Translate "false" to "off". If only one value turns the option on, translate "true" to this value."""
         values = [value for value in self.allowed if value != "off"]
         if text == "true" and len(values) == 1 and not self.size:
             return values[0]

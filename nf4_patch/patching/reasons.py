@@ -205,7 +205,7 @@ class Reason(enum.Enum):
 
     @property
     def is_expected(self) -> bool:
-        """Return whether the fallback is normal: no warning, no error in strict mode."""
+        """Return whether the fallback is normal, so that it causes no warning, and no error in strict mode."""
         return self in EXPECTED
 
 

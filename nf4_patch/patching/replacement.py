@@ -82,13 +82,14 @@ def replacement_of(
     """Return a replacement that tries ``attempt`` while the target's option is on, and otherwise calls the original.
 
     Args:
-        attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run, as it does
-            after an error, which is logged. It may also return (function, *arguments), a call whose errors reach the caller.
+        attempt: takes the original's arguments. It returns the result, or the Reason why the original has to run. After an
+            error, which is logged, the original runs too. ``attempt`` may also return (function, *arguments), a call whose
+            errors reach the caller.
         traced: called instead of ``attempt`` while Dynamo traces. Its errors are not caught, and nothing is counted.
             None means that Dynamo traces the original.
-        is_body: the original is the body of an op, or calls one. Dynamo must then not compile the replacement, because it
-            would compile the original as a separate graph.
-        refuses: raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
+        is_body: True if the original is the body of an op, or calls one. Dynamo must then not compile the replacement,
+            because it would compile the original as a separate graph.
+        refuses: if True, raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL instead of running the original.
     """
     option, other = target.option, target.or_option or target.option
     if name := replaced(target, original):
@@ -142,7 +143,7 @@ def leaves(name: str) -> Function:
 
 
 def instead(function: Function) -> Function:
-    """Return an ``attempt`` that calls ``function``, whose errors reach the caller, uncounted."""
+    """Return an ``attempt`` that calls ``function``. Its errors reach the caller, and its calls are not counted."""
     return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
 
 

@@ -39,7 +39,7 @@ class Switch(Gate):
             follower(config)
 
     def wants(self, target: Target) -> bool:
-        """Return whether the patch or, if the target has any, one of its options is on."""
+        """Return whether one of the target's options is on or, for a target without options, whether the patch is on."""
         return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:

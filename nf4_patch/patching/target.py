@@ -43,7 +43,8 @@ class Target:
             If somebody else put another function in its place, that function runs (Reason.REPLACED). Empty for
             dequantizations, because all of them compute the same result.
         rows: the most rows that the function supports, if the fused matmul is timed against it.
-        timed: calls the original to time it, with x [m, k], the PackedWeight and the QuantState. In the format of ``replace``.
+        timed: the function that calls the original to time it, in the format of ``replace``. It takes the original,
+            x [m, k], the PackedWeight and the QuantState.
         required: whether the option needs the row, and therefore its library.
         computes: further library functions that the replacement computes itself, as "module:attribute".
     """

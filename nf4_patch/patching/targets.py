@@ -17,10 +17,10 @@ class Library:
 
     Attributes:
         targets: the functions that are replaced.
-        modules: names of modules that are read, by their contents, for example "4-bit layers".
-        relays: names of functions that only return the dequantized weight to their own caller, by module.
-        checkpoint: (module, name) of a checkpoint function that is always reentrant. While it is in use, a class of that
-            module, which keeps a layer's input in host memory, replaces PyTorch's ``CheckpointFunction``.
+        modules: names of the library's modules that are read, keyed by their contents, for example "4-bit layers".
+        relays: names of functions that only return the dequantized weight to their own caller, keyed by module.
+        checkpoint: (module, name) of a checkpoint function that is always reentrant. While it is in use, PyTorch's
+            ``CheckpointFunction`` is replaced by a class of that module, which keeps a layer's input in host memory.
         folders: names of folders into which the library writes Python modules.
         folder_variable: an environment variable that names one more such folder.
     """

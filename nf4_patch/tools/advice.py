@@ -39,5 +39,5 @@ TABLE = [
 
 
 def mixture(gigabytes: float) -> Advice | None:
-    """Return the advice for Qwen3-30B-A3B on a GPU with ``gigabytes`` * 10^9 bytes, or None."""
+    """Return the advice for Qwen3-30B-A3B on a GPU with ``gigabytes`` * 10^9 bytes, or None if the GPU is too small."""
     return next((advice for advice in MIXTURES if advice.gigabytes <= gigabytes), None)

@@ -32,7 +32,10 @@ class Sizes:
     is_mixture: bool
 
     def line(self, gpu: int) -> tuple[str, int]:
-        """Return the ``offload`` of a GPU with ``gpu`` bytes ("": too small), and the bytes of host memory that it takes."""
+        """Return the value of ``offload`` for a GPU with ``gpu`` bytes, and the bytes of host memory that this value takes.
+
+        The value is "" if the GPU is too small.
+        """
         packed, buffers = self.layers.total(), 2 * max(self.layers.values(), default=0)
         room = gpu - CUDA_BYTES - self.others
         if room >= packed:
@@ -124,7 +127,7 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
 def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
     """Yield lines that tell the user what to type for a model, given as a name or a folder.
 
-    ``gpus`` are indices and bytes. If there are none, the lines are for GPUs of usual sizes.
+    ``gpus`` holds the index and the bytes of each GPU. If it is empty, the lines are for GPUs of usual sizes.
     """
     sizes = sizes_of(on_meta(configuration(name)))
     if not sizes.layers:

@@ -34,7 +34,7 @@ class OutputFile(click.Path):
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` as JSON. A failure prints one line instead, so that the run still reports its results."""
+    """Write ``data`` as JSON. A failure prints one line instead of raising, so that the run still reports its results."""
     try:
         file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:

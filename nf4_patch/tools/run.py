@@ -46,7 +46,7 @@ def execute(command: list[str], fast: bool, shown: bool, file: Path | None, all_
 
 
 def watch() -> None:
-    """Register ``report``, once this process imports bitsandbytes. startup/sitecustomize.py calls this function."""
+    """Register ``report`` for the end of this process, once it imports bitsandbytes. startup/sitecustomize.py calls this."""
     if REPORT not in os.environ:
         return
     import wrapt
@@ -60,10 +60,11 @@ def watch() -> None:
 
 
 def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: str = "") -> None:
-    """Report hits and fallbacks at the end of a process, but not of a data-loader worker or a fork, which has another id.
+    """Report hits and fallbacks at the end of a process, but not of a data-loader worker or a fork.
 
-    With ``all_ranks``, every process of a launcher reports, not only rank 0, and each writes its own file, such as
-    ``report.rank1.json``. ``run`` identifies the command in all of its processes.
+    ``process`` is the id of the process that registered the report, which a fork does not have. With ``all_ranks``,
+    every process of a launcher reports, not only rank 0, and each writes its own file, such as ``report.rank1.json``.
+    ``run`` identifies the command in all of its processes.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return

@@ -145,7 +145,7 @@ def synchronize() -> None:
 
 
 def wall_times(step: Callable[[], Any], rounds: int = 3, steps: int = 3) -> list[float]:
-    """Return the wall-clock time per step in ms for each round, which synchronizes once."""
+    """Return the wall-clock time per step in ms for each round, which synchronizes once, after ``steps`` steps."""
     found = []
     for _ in range(rounds):
         synchronize()

@@ -101,8 +101,8 @@ def gemm(
 def matmul_4bit(target: Target, original: Function) -> Function:
     """Replace ``bitsandbytes.autograd._functions.matmul_4bit`` in calls that require no gradient.
 
-    For few rows, bitsandbytes' op is skipped, whose dispatch takes longer than the matmul. Before bitsandbytes 0.50, the
-    fused matmul runs only if the packed weight is transposed.
+    For few rows, the replacement skips bitsandbytes' op, whose dispatch takes longer than the matmul. Before
+    bitsandbytes 0.50, the fused matmul runs only if the packed weight is transposed.
     """
     fused = FusedMatmul(target.name)
     code = getattr(inspect.unwrap(original), "__code__", None)
@@ -134,7 +134,7 @@ def call_gemv(original: Function, x: Tensor, weight: PackedWeight, state: Any) -
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function, to report ``A`` to spare memory."""
+    """Replace an autograd function's ``forward(ctx, A, ...)``, to report the size of ``A`` to the users of spare memory."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if spare.users and len(args) > 1:

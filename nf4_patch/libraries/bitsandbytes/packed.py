@@ -46,7 +46,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def end_caching(module: torch.nn.Module) -> None:
-    """Make bitsandbytes stop caching dense stacks even after an exception, such as that at the end of a recompute.
+    """Make bitsandbytes stop caching dense stacks even after an exception, such as the one that ends a recompute.
 
     Before bitsandbytes 0.50, an exception skips the hook that ends the caching.
     """
@@ -93,7 +93,8 @@ def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
 class Chain(parametrize.ParametrizationList):
     """ParametrizationList of a packed stack with LoRA adapters. Every change clears the parametrize cache.
 
-    peft's forward appends a parametrization for LoRA and removes it afterwards. The cache would return an older weight.
+    peft's forward appends a parametrization for LoRA and removes it afterwards. Otherwise, the cache would return a
+    weight from before the change.
     """
 
     def append(self, parametrization: torch.nn.Module) -> Any:
@@ -115,11 +116,11 @@ class Chain(parametrize.ParametrizationList):
         return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
-        """Copy the packed bytes to host memory, for ``requantize`` to restore."""
+        """Return the QuantState and a copy of the packed bytes in host memory, for ``requantize`` to restore."""
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
-        """Write new packed bytes in place."""
+        """Write new packed bytes in place, and set their QuantState."""
         original: Any = self.original
         original.copy_(packed)
         state.to(original.device)  # the model might have moved to another device while adapters were merged

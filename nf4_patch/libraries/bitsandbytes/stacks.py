@@ -1,7 +1,7 @@
 """Find the packed stacks of a module, and read their bytes without PyTorch's parametrization.
 
-bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` registers it, so that each read of ``module.gate_up_proj`` decodes
-all experts.
+bitsandbytes' ``nn.parametrize.replace_parameter_4bit`` packs a stack of experts and registers a parametrization. Each
+read of ``module.gate_up_proj`` then decodes all experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decoded(packed: Tensor, state: Any) -> Tensor:
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """Return the ParametrizationList of each packed stack, which starts with bitsandbytes' parametrization, by name."""
+    """Return the ParametrizationList of each packed stack, by name. Each list starts with bitsandbytes' parametrization."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
@@ -72,12 +72,13 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Return whether reading a stack runs code other than bitsandbytes' parametrization. If so, do not read its bytes.
+    """Return whether reading a stack runs code other than bitsandbytes' parametrization.
 
-    For example, a library for offloading or sharding loads a weight in one hook and frees it in another. The hook may be
-    on the module, on the ParametrizationList (in ``chains``, by the stack's name) or on bitsandbytes' parametrization.
-    bitsandbytes' own two hooks, which cache a dense stack during one forward, do not count. An outer
-    ``parametrize.cached()`` keeps the stack for longer, and counts.
+    If so, do not read the packed bytes directly. For example, a library for offloading or sharding loads a weight
+    in one hook and frees it in another. The hook may be on the module, on the ParametrizationList (in ``chains``,
+    by the stack's name) or on bitsandbytes' parametrization. bitsandbytes' own two hooks, which cache a dense stack
+    during one forward, do not count. An outer ``parametrize.cached()`` counts, because it keeps the dense stack for
+    longer.
     """
     library = sys.modules.get(PARAMETRIZE)
     if library is None or any(HOOKS_ON_ALL):

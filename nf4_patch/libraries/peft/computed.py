@@ -1,4 +1,7 @@
-"""The library functions whose work fused LoRA does itself. If somebody replaced one, peft's forward runs and calls it."""
+"""The library functions whose work fused LoRA does itself.
+
+If somebody replaced one of them, peft's forward runs and calls the new function.
+"""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def forward(target: Target, original: Function) -> Function:
 def seen_dense(module: Any) -> Iterator[None]:
     """Show peft the packed stacks of a module as dense parameters without memory.
 
-    peft finds a parametrized weight only by its full name, and would visit the stacks in another order, which decides the
-    names in the adapter's file. In transformers' classes, the down projection comes last.
+    Otherwise, peft would find a parametrized weight only by its full name, and would visit the stacks in another order,
+    which decides the names in the adapter's file. In transformers' classes, the down projection comes last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -125,8 +125,8 @@ def seen_dense(module: Any) -> Iterator[None]:
 def read_config(original: Function, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``PeftConfigMixin.from_json_file`` to preserve two facts about an adapter's file.
 
-    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it. peft
-    would set a missing ``peft_version`` to its own, so set 0.17.
+    peft drops unknown fields, so copy Unsloth's layout of lora_B to ``auto_mapping``, where newer Unsloth stores it.
+    peft would set a missing ``peft_version`` to its own version, so set it to 0.17.
     """
     written = original(cls, *args, **kwargs)
     if found := {key: written[key] for key in (LAYOUT, LAYOUTS) if key in written}:
@@ -257,7 +257,7 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
 def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     """Requantize a stack after a merge, or restore the original bytes if no adapter is merged any more.
 
-    ``adapters``, which are merged into the packed bytes so far, is updated in place.
+    ``adapters`` lists the adapters that are merged into the packed bytes so far, and is updated in place.
     """
     from ..bitsandbytes.packed import content_of
 

@@ -83,7 +83,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Return whether ``layer`` has peft's own class, and ``base`` is bitsandbytes' 4-bit layer, if ``hooked`` without hooks."""
+    """Return whether ``layer`` has peft's own class, and ``base`` is a 4-bit layer of bitsandbytes.
+
+    With ``hooked``, ``base`` must also have no hooks.
+    """
     library = sys.modules[LAYERS]
     return (
         type(layer) is sys.modules[LINEAR_LAYERS].Linear4bit  # type: ignore[attr-defined]
@@ -255,8 +258,8 @@ def linear(target: Target, original: Function) -> Function:
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
         """Check whether nf4_patch can run this call, and return the result of ``prepare``.
 
-        ``again``: this recomputes a forward that used ``run``, so ``run`` has to be used despite newer hooks, modes and
-        replaced functions.
+        With ``again``, this is the recompute of a forward that used ``run``. It has to use ``run`` too, so it ignores
+        hooks, modes and replaced functions, which are newer than the forward.
         """
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):

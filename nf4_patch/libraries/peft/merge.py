@@ -1,7 +1,8 @@
 """Replacements for ``merge`` and ``unmerge`` of peft's LoRA on 4-bit linear layers.
 
-peft quantizes the sum, and later the difference. Both steps round, so the original bytes are lost. The replacements keep
-a copy of them in host memory. Merged and original bytes go into the same tensors, so that CUDA graphs stay valid.
+peft merges an adapter by quantizing the sum, and unmerges it by quantizing the difference. Both steps round, so the
+original bytes are lost. The replacements keep a copy of these bytes in host memory. Merged and original bytes go into
+the same tensors, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def unmerged(layer: Any) -> Unmerged | None:
 def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Linear4bit.merge`` to save the packed bytes, and to write the merged bytes into the same tensors.
 
-    With only the option ``offload``, no bytes are saved. peft itself would leave each merged layer on the GPU.
+    If only the option ``offload`` is on, no bytes are saved. The merged bytes still go into the same tensors, because peft
+    would leave each merged layer on the GPU.
     """
     base = self.get_base_layer()
     parts, saved = Parts.of(base.weight), unmerged(self)

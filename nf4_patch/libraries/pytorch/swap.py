@@ -15,7 +15,8 @@ from ...patching.target import Target
 def getweakrefs(target: Target, original: Function) -> Function:
     """Replace ``weakref.getweakrefs``, so that it returns none of nf4_patch's weak references to a tensor.
 
-    Cache and prefetcher first drop theirs. ``swap_tensors``, which calls it, might already be imported elsewhere.
+    Cache and prefetcher first drop their references. ``getweakrefs`` is replaced instead of its caller
+    ``swap_tensors``, because other modules might have imported ``swap_tensors`` already.
     """
 
     def others(object: Tensor) -> list[Any]:

@@ -61,14 +61,15 @@ def warn_of_16_bits(module: Any) -> None:
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    """Run nf4_patch's forward with the wrappers' LoRA factors. ``whole`` as in ``experts``."""
+    """Run nf4_patch's forward of the experts, with the LoRA factors of ``wrappers``. See ``experts`` for ``whole``."""
     return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
     """Replace a function that runs experts. Errors of nf4_patch's forward reach the caller.
 
-    ``whole``: the original multiplies by whole stacks, which it only reads. Otherwise it copies each row's weight.
+    ``whole`` says whether the original multiplies by whole stacks, which it only reads. Otherwise, it copies each row's
+    weight.
     """
     dequantizer = Dequantizer(target.name)
 

@@ -19,7 +19,10 @@ repeat_kv = around(attention.repeat_kv)
 
 
 def decoder_layer(target: Target, original: Function) -> Function:
-    """Make the replacement for a decoder layer's call, which runs graphs or, if they refuse, ``kept``."""
+    """Make the replacement for the call of a decoder layer, which runs the layer as CUDA graphs.
+
+    If graphs refuse the call, ``kept`` decides whether the layer keeps its activations or runs as in transformers.
+    """
     inner = kept(dataclasses.replace(target, option="activations", or_option=""), original)
     inner.__nf4_patch__ = inner, Target  # type: ignore[attr-defined]
     return graphed(dataclasses.replace(target, or_option=""), inner, original)

@@ -59,7 +59,10 @@ def compiles_layers() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether nf4_patch was not measured to be faster on a visible GPU."""
+    """Return whether eager calls keep Unsloth's own kernel.
+
+    They do unless nf4_patch was measured to be faster on all visible GPUs.
+    """
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
@@ -110,7 +113,7 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 
 @multiplied_first
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
-    """Replace ``matmul_lora``, X @ W.T + (X @ A.T) @ B.T * s.
+    """Replace ``matmul_lora``, which computes X @ W.T + (X @ A.T) @ B.T * s.
 
     Packed bytes [1, bytes] are not supported, because Unsloth computes X @ W without the transpose for them.
     """

@@ -159,5 +159,5 @@ def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """Return the kernels, or errors of their compilation, so far."""
+    """Return the kernels that were compiled so far, or the errors of their compilation."""
     return dict(_kernels)

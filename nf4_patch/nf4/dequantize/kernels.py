@@ -51,9 +51,9 @@ def round_to(value, dtype):
 
 @triton.jit
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
-    """Decode single elements and store them, bit-identically to ptx.decode.
+    """Return the code value of a nibble. With FTZ, nibble 8 of FP4 is minus zero, as in bitsandbytes' CUDA kernels.
 
-    Without inline PTX (the portable path), these are all elements, otherwise those after the last whole 32-bit word.
+    The code tensor of bitsandbytes' QuantState holds plus zero there.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -64,9 +64,10 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 @triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
-    """Return the fp32 scale, which is ``first``, the absmax, if FLAT.
+    """Return the fp32 scale of a block. If FLAT, it is ``first``, the block's absmax.
 
-    The product and the sum must be rounded separately, so the kernel is compiled without FMA fusion.
+    Otherwise, it is code2[first] * second + offset. The product and the sum must be rounded separately, so the kernel
+    is compiled without FMA fusion.
     """
     if FLAT:
         return first
@@ -104,8 +105,9 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 def after_loads(first, PTX):
     """Return ``first``, the absmax, after a barrier that makes all earlier loads start.
 
-    Otherwise ptxas loads the packed words after code2, which waits for the absmax. The barrier raises the speed from 84.5
-    to 94.9 % of the bandwidth ceiling for 1024x4096, from 96.0 to 97.0 % for 4096x4096 (H200, triton 3.6.0, 8 warps).
+    Otherwise, ptxas loads the packed words after code2, which waits for the absmax. The barrier raises the speed from
+    84.5 to 94.9 % of the bandwidth ceiling for 1024x4096, and from 96.0 to 97.0 % for 4096x4096 (H200, triton 3.6.0, 8
+    warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -118,7 +120,7 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second``, the second-level absmax, is None if the program's blocks do not share it.
+    ``second`` is the second-level absmax if all blocks of the program share it, otherwise None.
     """
     if second is None:
         if BLOCKSIZE2 > 0:
@@ -128,7 +130,10 @@ def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, F
 
 @triton.jit
 def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
-    """Decode one group per thread, and store its 16 bytes (8 at blocksize 32), all contiguous."""
+    """Decode one group per thread, and store its 16 bytes (8 at blocksize 32).
+
+    The bytes of all threads are contiguous.
+    """
     THREADS: tl.constexpr = nibbles.shape[0]
     OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)

@@ -16,7 +16,7 @@ class Launch:
     """A reusable launch of the kernel on one CUDA weight of any rank, with all arguments except the output.
 
     Addresses are integers, so a launch keeps no tensor alive. It is valid while the weight's fingerprint stays the same.
-    If the packed bytes are transposed, it returns the transposed dense weight.
+    If the packed bytes are transposed, the launch returns the transposed dense weight.
 
     Raises:
         KernelUnavailable: a tensor's memory is freed (NO_STORAGE), the packed bytes are not 4-byte aligned (MISALIGNED), a
@@ -59,8 +59,8 @@ class Launch:
     def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Dequantize into ``out``, or into a new tensor, which is transposed if the packed bytes are.
 
-        ``out``, n contiguous elements, 16-byte aligned, is not checked. It is filled in the row-major order of the dense
-        weight.
+        ``out`` must be n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. None of
+        this is checked. ``out`` is filled in the row-major order of the dense weight.
         """
         device = self.device
         if current_device() != device:
@@ -77,7 +77,7 @@ class Launch:
         return result.t() if self.transposed else result
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill ``out``, which ``accepts``. Return it, transposed if the packed bytes are."""
+        """Fill ``out``, for which ``accepts`` must have returned True. Return it, transposed if the packed bytes are."""
         self.run(out)
         return out.t() if self.transposed else out
 
@@ -121,14 +121,20 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """Return the launch of a weight that the guards have checked, with a tuple as shape."""
+    """Return the launch of a weight, which is built at its first use.
+
+    The guards must have checked the weight, and ``weight.shape`` must be a tuple.
+    """
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
     return launch
 
 
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Dequantize a weight that the guards have checked into ``out`` or a new tensor. Use aligned copies if necessary."""
+    """Dequantize a weight into ``out`` or a new tensor. The guards must have checked the weight.
+
+    An aligned copy stands in for packed bytes or ``out`` if they are not aligned.
+    """
     if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())
     weight = weight._replace(shape=tuple(weight.shape))

@@ -1,9 +1,9 @@
 """Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element has one
-of its block's 16 values. Lane i computes and rounds the value of table entry i, for two blocks both values, in one
-register. To decode an element, a lane reads the value from the lane whose number is the element's nibble. On sm_75, this
-takes 6 instructions fewer per element than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups, which lie in one or two quantization blocks. An element has
+one of its block's 16 values. Lane i computes and rounds the value of table entry i. For two blocks, it keeps both
+values in one register. To decode an element, a lane reads the value from the lane whose number is the element's nibble.
+On sm_75, this takes 6 instructions fewer per element than multiplying and rounding each element.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632
 
 
 def shift_of(element: int) -> int:
-    """Return the right shift to an element's nibble. Even elements are high nibbles."""
+    """Return the right shift that moves an element's nibble to the low bits of its 32-bit word.
+
+    Even elements are high nibbles.
+    """
     return 8 * (element // 2) + 4 * (1 - element % 2)
 
 
@@ -59,7 +62,7 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
 
     Args:
         dtype: "f16", "bf16" or "f32".
-        blocks: quantization blocks per 16 lanes, 1 or for 16-bit dtypes 2, the second of which starts at lane 8.
+        blocks: quantization blocks per 16 lanes: 1, or 2 for 16-bit dtypes. The second block starts at lane 8.
         has_packed_convert: whether the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
     """
     outputs = elements if dtype == "f32" else elements // 2

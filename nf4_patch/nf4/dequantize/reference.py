@@ -20,7 +20,10 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 
 
 def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
-    """Return the fp32 scale of every block, [blocks]. In a nested weight, its product and its sum are each rounded."""
+    """Return the fp32 scale of every block, [blocks].
+
+    The scale in a nested weight is fp32(code2[absmax] * absmax2) + fp32(offset). The product and the sum are each rounded.
+    """
     if not weight.nested():
         return weight.absmax
     assert weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None
