@@ -6,6 +6,7 @@ The CPU stands in for the device (support/quick_interpreter.py), and all other c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from nf4_patch.lora import launch as lora
 from nf4_patch.lora import reference as lora_reference
 from nf4_patch.moe import launch as moe
 from nf4_patch.moe import reference as moe_reference
-from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4 import codes, runtime
+from nf4_patch.nf4.dequantize import compilation, launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_launch.py and gpu/test_two_devices.py")
 DTYPE = torch.bfloat16
@@ -103,6 +104,29 @@ def test_a_gpu_reads_whole_words(weight, monkeypatch):
         launch.Launch(layout._replace(packed=odd))
     assert refused.value.reason == "MISALIGNED"
     assert torch.equal(launch.dequantize(layout._replace(packed=odd)), want)
+
+
+@pytest.mark.parametrize("quant_type", codes.CODES)
+def test_a_kernel_whose_bits_differ_for_one_code_is_refused(quant_type, monkeypatch):
+    """One flipped bit in the result with this code is enough."""
+    code, compiled = codes.remembered_code(quant_type, torch.device("cpu")), runtime.compile_kernel
+
+    class Wrong(compiled):
+        def __call__(self, x, y, z, stream, *arguments):
+            super().__call__(x, y, z, stream, *arguments)
+            _, _, address, _, _, _, out = arguments[5:12]
+            if address == code.data_ptr():
+                ctypes.c_uint8.from_address(out).value ^= 1
+
+    variant = compilation.Variant(4, torch.float16)
+    assert compilation.CompiledKernel(variant, code.device).elements == compilation.elements_of(variant)
+    monkeypatch.setattr(runtime, "compile_kernel", Wrong)
+    monkeypatch.setattr(runtime, "name_of", lambda device: "the CPU")
+    with pytest.raises(
+        runtime.KernelUnavailable, match=f"bits differ from the reference .* for {quant_type} "
+    ) as refused:
+        compilation.CompiledKernel(variant, code.device)
+    assert refused.value.reason == "KERNEL_FAILED"
 
 
 def test_triton_under_its_interpreter_compiles_nothing():
