@@ -1383,6 +1383,23 @@ def test_a_recording_that_no_longer_holds_is_dropped():
     del graphs.recordings["key"]
 
 
+def test_graphs_of_a_freed_model_or_static_cache_make_room(monkeypatch):
+    """A new shape frees these graphs, and gets graphs itself."""
+    monkeypatch.setattr(shapes_module, "SHAPES", 1)
+    monkeypatch.setattr(graphs, "recordings", {})
+    layer, owner = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    freed = []
+    graph = SimpleNamespace(recorder=SimpleNamespace(lock=threading.Lock()), reset=lambda: freed.append(1))
+    generates = ("generates", weakref.ref(owner))  # the static cache
+    for key in (("trains", None), generates):
+        graphs.recordings[key] = shapes_module.ByLayer({layer: graph})
+        assert graphs.has_room(key) and not graphs.has_room(("another", key[-1]))
+    del owner
+    assert graphs.has_room(("another", weakref.ref(graphs))) and generates not in graphs.recordings and freed == [1]
+    del layer
+    assert graphs.has_room(("another", None)) and not graphs.recordings
+
+
 def test_the_fingerprint_of_any_recording_that_holds(monkeypatch):
     """A layer that also generates has recordings in evaluation, which do not match it in training."""
     layer = layers_of(model_of())[0].eval()
