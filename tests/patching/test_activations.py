@@ -555,6 +555,14 @@ def test_a_reentrant_checkpoint_whose_input_needs_no_gradient_gives_none():
     assert status().kept == LAYERS
 
 
+@pytest.mark.parametrize("given", [[], {}, {"keys": None}], ids=str)
+@BOTH
+def test_a_layer_that_may_write_into_a_list_or_dict_recomputes_under_a_reentrant_checkpoint(kwargs, given):
+    model, ids = measured(model_of(kwargs)), batch()
+    model(input_ids=ids, labels=ids, given=given).loss.backward()
+    assert reasons() == ({"ACTIVATIONS_REENTRANT": LAYERS} if kwargs is REENTRANT else {})
+
+
 def test_few_rows_round_otherwise_only_for_our_own_options():
     from nf4_patch.libraries.peft.linear import FEW_ROWS
     from nf4_patch.matmul.choice import LARGEST_M
