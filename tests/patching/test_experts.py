@@ -8,6 +8,7 @@ import gc
 import itertools
 from types import SimpleNamespace
 
+import bitsandbytes.functional as F
 import pytest
 import torch
 from alternation import alternating, crossed
@@ -41,6 +42,7 @@ from nf4_patch.cache.store import cache
 from nf4_patch.libraries.bitsandbytes import packed
 from nf4_patch.libraries.bitsandbytes.stacks import is_managed, packed_chains, stacks_of
 from nf4_patch.libraries.transformers import experts as adapter
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -229,6 +231,17 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
         assert after.items() <= before.items()  # a choice of experts is no weight
         patched.disable()
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
+
+
+def test_experts_that_share_a_quantization_block_are_decoded_together(patched):
+    """Two experts of 64 x 128 elements share the only block of the second level. Two of 3 x 32 share a block of the first."""
+    ids = torch.tensor([1, 0, 1], device=DEVICE)
+    for shape, nested in (((2, 64, 128), True), ((2, 3, 32), False)):
+        stack = torch.randn(shape, device=DEVICE).bfloat16()
+        weight, state = F.quantize_4bit(stack, quant_type="nf4", compress_statistics=nested)
+        experts = PackedExperts(weight, state, Dequantizer("test"))
+        assert torch.equal(experts[ids], experts.dense()[ids])
+        assert counters.fallbacks.pop(("test", Reason.EXPERT_BLOCKS)) == 1 and not counters.fallbacks
 
 
 @pytest.mark.full
