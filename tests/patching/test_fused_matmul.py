@@ -103,6 +103,20 @@ def test_reasons_of_a_state(name, device, on_with_matmul):
     }
 
 
+@pytest.mark.parametrize("trained", ["A", "B"])
+def test_an_adapter_of_which_one_factor_is_trained_is_the_originals(trained, device, on_with_matmul):
+    """The fused matmul has no gradient."""
+    replacement, _, seen = replaced("lora")
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16, device=device)
+    a, b = (
+        torch.zeros(shape, device=device).requires_grad_(name == trained)
+        for name, shape in (("A", (8, 256)), ("B", (128, 8)))
+    )
+    packed, state = quantized((128, 256), torch.bfloat16, device)
+    assert replacement(x, packed, state, a, b, 1.0) == "original"
+    assert seen and counters.fallbacks == {("unsloth.test.lora", Reason.MATMUL_OPERANDS): 1}
+
+
 def test_a_bias_that_takes_part_in_dispatch_is_the_originals(on_with_matmul):
     """The numbers of such a bias do not lie at its address."""
     replacement, _, seen = replaced("matmul")
