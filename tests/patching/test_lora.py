@@ -625,7 +625,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     config, change, reason = REFUSED[kind]
