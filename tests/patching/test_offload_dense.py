@@ -393,6 +393,7 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched, unread):
 
 def test_two_models_are_loaded_in_two_threads(folder, gpu, patched, monkeypatch):
     """transformers reads both in order, and the environment is as before."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
     nf4_patch.enable(offload="all")
     before, original, seen = dict(os.environ), library.set_param_for_module, []
 
