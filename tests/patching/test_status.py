@@ -15,6 +15,7 @@ from target import row
 import nf4_patch
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import cache
+from nf4_patch.graphs.shapes import graphs
 from nf4_patch.libraries.bitsandbytes.adapters import COMPUTES_IN_FP32
 from nf4_patch.options import OPTIONS
 from nf4_patch.patching import counters, effects, hooks
@@ -25,6 +26,7 @@ from nf4_patch.snapshot import CacheStatus, Status, TargetStatus, WeightStatus
 from nf4_patch.tools import doctor
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
+LAYER = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"
 
 
 def lines() -> list[str]:
@@ -126,6 +128,16 @@ def test_a_state_that_needs_attention_is_a_line(state):
     text = str(Status(True, (TargetStatus(DEQUANTIZE, State.PATCHED, 1), TargetStatus(name, state))))
     assert (name in text) == (state in (State.WRAPPED, State.DISPLACED, State.REFUSED))
     assert f"{state}" == state.value == json.loads(json.dumps(state))
+
+
+def test_a_call_whose_backward_is_no_replay_counts_once(monkeypatch):
+    """The forward of such a call was a replay, but the call counts as refused."""
+    monkeypatch.setattr(graphs, "replays", 5)
+    with nf4_patch.enabled(graphs="auto"):
+        for _ in range(2):
+            counters.counters.fall_back(LAYER, Reason.GRAPH_BACKWARD, strict=False)
+        effect = nf4_patch.status().options["graphs"]
+    assert (effect.used, effect.refused, effect.calls) == (3, {"GRAPH_BACKWARD": 2}, 5)
 
 
 def test_an_option_before_its_first_call():
