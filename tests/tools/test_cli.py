@@ -162,6 +162,14 @@ def test_doctor_without_a_library():
         assert found.state is State.ABSENT and found.note == f"{target.library} is not installed"
 
 
+@pytest.mark.parametrize(("build", "is_tested"), [("", True), ("+cu128", True), ("+cpu", True), (".post1", False)])
+def test_a_build_of_a_tested_release_is_tested(build, is_tested):
+    target = TARGETS[0]
+    release = target.tested[-1] + build
+    found = doctor.judge(target, release, TargetStatus(target.name, State.PATCHED), "", Config.read({}))
+    assert found.state is State.PATCHED and found.note.startswith("tested with ") is not is_tested
+
+
 WORKS = doctor.DoctorReport("", {"bitsandbytes": "0.50.2"}, [gpu()], "", rows(State.PATCHED), [], [])
 
 
