@@ -96,6 +96,33 @@ def test_the_shared_buffer_grows_in_place(weight, monkeypatch):
     )
 
 
+def test_the_shared_buffer_stays_if_memory_runs_out(weight, monkeypatch):
+    """Launches that hold a view of the buffer still have its memory."""
+    layout, want = weight
+    monkeypatch.setattr(launch, "_buffers", {})
+    ready, large = launch.Launch(layout), launch.Launch(layout_of(*quantized((128, 256), DTYPE, "cpu")))
+    buffer, resize = ready.into_buffer(), torch.UntypedStorage.resize_
+
+    def resized(storage, size):
+        if size > want.nbytes:
+            raise torch.OutOfMemoryError("full")
+        return resize(storage, size)
+
+    with monkeypatch.context() as full:
+        full.setattr(torch.UntypedStorage, "resize_", resized)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            large.into_buffer()
+    assert runtime.has_memory(buffer) and torch.equal(ready.into_buffer(), want)
+
+
+def test_whether_a_part_of_a_storage_has_memory():
+    whole = torch.zeros(64, dtype=torch.float16)
+    parts = [whole[:32], whole[16:48], whole[32:]]
+    assert all(map(runtime.has_memory, parts))
+    whole.untyped_storage().resize_(2 * 40)
+    assert [*map(runtime.has_memory, parts)] == [True, False, False]
+
+
 def test_a_gpu_reads_whole_words(weight, monkeypatch):
     layout, want = weight
     odd = torch.empty(layout.packed.numel() + 1, dtype=torch.uint8)[1:].view(-1, 1).copy_(layout.packed)
