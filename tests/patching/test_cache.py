@@ -405,6 +405,27 @@ def test_a_weight_that_only_another_stream_reads_gives_its_place_up(cache, monke
     assert read(cache, packed, state) is read(cache, packed, state)
 
 
+def test_a_weight_that_is_read_on_its_own_stream_in_between_stays(cache, monkeypatch):
+    packed, state = weight()
+    first, stream = read(cache, packed, state), store.runtime.current_stream(INDEX)
+    monkeypatch.setattr(store, "is_captured", lambda device: False)
+    for _ in range(2 * store.OTHER_STREAM_READS):
+        for current in (stream + 7, stream):
+            monkeypatch.setattr(store.runtime, "current_stream", lambda device, current=current: current)
+            assert (read(cache, packed, state) is first) == (current == stream)
+
+
+def test_the_budget_gets_back_what_a_weight_took_whose_scales_were_freed(cache):
+    """The packed weight lives on, but nobody reads it again."""
+    packed, state = weight()
+    read(cache, packed, state)
+    assert cache.taken[INDEX] == SIZE
+    state.absmax = changes.other(state.absmax)
+    gc.collect()
+    cache.settle()
+    assert packed is not None and not cache.weights and cache.taken[INDEX] == 0
+
+
 def test_a_budget_of_zero_drops_every_weight(cache):
     first = read(cache, *weight())
     cache.set_budget(0)
