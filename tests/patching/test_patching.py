@@ -14,7 +14,7 @@ import pytest
 import torch
 from alternation import crossed
 from fuzz import FAULTS, broken
-from oracle import expected, quantized
+from oracle import expected, layout_of, quantized
 from target import TARGET, Plain, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
 from threads import together
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,6 +150,17 @@ def test_what_is_unsupported_has_a_name_and_runs_the_original(on, fault, monkeyp
             monkeypatch.setattr(switch, "strict", True)
             with pytest.raises(FallbackError):
                 F.dequantize_4bit(packed, state)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [("offset", 0.5, "STATE_FIELDS"), ("offset", 1, "STATE_FIELDS"), ("absmax", None, "STATE_FIELDS"), ("blocksize", None, "BLOCKSIZE"),
+     ("blocksize2", None, "BLOCKSIZE"), ("shape", None, "SIZE_MISMATCH"), ("quant_type", ["nf4"], "QUANT_TYPE"),
+     ("dtype", "float16", "OUTPUT_DTYPE")],
+)  # fmt: skip
+def test_values_that_the_op_s_schema_does_not_accept_have_a_reason(field, value, reason, device):
+    weight = layout_of(*quantized((64, 128), torch.float16, device))
+    assert op.dequantize(*weight._replace(**{field: value})) is Reason[reason]
 
 
 def test_tables_say_what_a_user_reads():
