@@ -20,6 +20,7 @@ from target import TARGET, in_package, replaced_by, row
 
 import nf4_patch
 from nf4_patch.options import OPTIONS
+from nf4_patch.patching import placement
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.state import State
@@ -413,3 +414,12 @@ def test_a_lazy_module_is_not_loaded(on, monkeypatch, tmp_path):
     assert row().state == "patched"
     with pytest.raises(KeyError, match="loaded"):
         module.dequantize_4bit  # noqa: B018
+
+
+def test_a_function_of_another_release_is_left_alone(monkeypatch):
+    """It may have the same name and parameters."""
+    nf4_patch.disable()
+    original = F.dequantize_4bit
+    monkeypatch.setattr(placement, "release_of", lambda library: "0.1")
+    with replaced_by(original):
+        assert F.dequantize_4bit is original and row().state is State.ABSENT
