@@ -170,6 +170,8 @@ def test_a_profile_leaves_out_what_cannot_be_had_and_a_typed_option_raises(monke
     status = nf4_patch.status()
     assert status.options["lora"].value == "off" and status.options["lora"].lacks == ("peft >= 0.17",)
     assert '\n  lora="fused": off, because it needs peft >= 0.17, which is not installed' in str(status)
+    nf4_patch.enable(cache="off")
+    assert nf4_patch.status().options["lora"] == status.options["lora"]
     nf4_patch.disable()
     with pytest.raises(nf4_patch.ConfigError, match=r"lora='fused' needs peft >= 0.17"):
         nf4_patch.enable(lora="fused")
