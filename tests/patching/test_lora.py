@@ -743,6 +743,25 @@ def test_changes_between_forward_and_backward_are_noticed(device):
             y.sum().backward()
 
 
+def test_an_input_that_is_overwritten_before_the_backward(device):
+    """Without the patch, adapters in fp32 multiply an fp32 copy of x, so x itself may change."""
+    model, x = adapted(device, adapter=FP32), inputs(device)
+
+    def overwritten():
+        model.zero_grad()
+        hidden = x * 2
+        y = model(hidden)
+        with torch.no_grad():
+            hidden.zero_()
+        y.backward(gradient_of(y))
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    want = overwritten()
+    nf4_patch.enable(lora="fused")
+    assert_close(overwritten(), want)
+    assert len(want) == 2 and counters.hits(TARGET)
+
+
 def test_a_kernel_that_fails_leaves_the_product_right(device, monkeypatch):
     model, x = adapted(device), inputs(device)
     want = step(model, x)
