@@ -41,6 +41,7 @@ from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 from benchmarks.training import optimizer_of, trained
 from nf4_patch.activations.layers import FIRST_CALLS
 from nf4_patch.cache.store import cache
+from nf4_patch.graphs import calls as calls_module
 from nf4_patch.graphs import capture, warmup
 from nf4_patch.graphs import layers as graphs_module
 from nf4_patch.graphs import recorder as recorder_module
@@ -1312,6 +1313,15 @@ def test_interrupts_leave_no_alias_in_the_model():
     assert interrupted >= 4
 
 
+def test_an_argument_that_is_written_is_copied_again():
+    mask = torch.zeros(4, device=DEVICE)
+    slot = Slot(mask)
+    for number in range(3):
+        mask.fill_(number)
+        slot.load(mask)
+        assert torch.equal(slot.buffer, mask)
+
+
 def test_interrupt_after_an_argument_was_copied():
     """The next call copies its own argument, although the slot held this argument before."""
     mask, other = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
@@ -1772,6 +1782,18 @@ def test_random_numbers_of_another_thread(monkeypatch):
     assert asked and all(asked) and "GRAPH_THREADS" in found["reasons"]
 
 
+def test_a_warm_up_draws_no_random_numbers_of_the_host():
+    """A layer that draws such numbers is refused, and continues with the numbers that it draws without graphs."""
+    states = []
+    for options in ({}, {"graphs": "auto"}):
+        model = model_of()
+        layers_of(model)[1].mlp = REMOTE.Altered(layers_of(model)[1].mlp, "random")
+        random.seed(0)
+        found = run(model, lambda model, optimizer, step: [loss_of(model, step).item()], EAGER + 1, **options)
+        states.append(random.getstate())
+    assert states[0] == states[1] and "GRAPH_FAILED" in found["reasons"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "reason"),
@@ -2188,6 +2210,18 @@ def caches_of(model: Any, count: int) -> list[Any]:
     return [StaticCache(config=model.config, max_cache_len=32) for _ in range(count)]
 
 
+def test_a_static_cache_in_host_memory_gets_no_graphs():
+    model = model_of(inputs=False).eval()
+    (static_cache,), layer = caches_of(model, 1), layers_of(model)[0]
+    with torch.no_grad():
+        assert calls_module.static_cache_of(layer, {"past_key_values": static_cache}) == (
+            "past_key_values",
+            static_cache,
+        )
+        static_cache.offloading = True
+        assert calls_module.static_cache_of(layer, {"past_key_values": static_cache}) == ("", None)
+
+
 BETWEEN_TOKENS = {
     "nothing": lambda model, token: None,
     "weight": lambda model, token: written_weight(model) if token == CHANGED else None,
@@ -2237,6 +2271,10 @@ def test_reasons():
             with context:
                 loss_of(model, 0)
             assert counters.fallbacks[TARGET, reason] == LAYERS
+        counters.reset()
+        with nf4_patch.enabled(offload="all"):
+            loss_of(model, 0)
+        assert counters.fallbacks[TARGET, Reason.GRAPH_MODE] == LAYERS
         counters.reset()
         loss_of(model, 0, output_hidden_states=True)
         assert counters.fallbacks[TARGET, Reason.GRAPH_HOOKED] == LAYERS
