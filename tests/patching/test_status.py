@@ -68,6 +68,13 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
     assert lines()[2].startswith("    1 x STATE_FIELDS: ")
 
 
+def test_an_expected_fallback_of_a_dequantization_is_not_counted_in_the_first_line(on):
+    for reason in (Reason.NOT_4BIT, Reason.STATE_FIELDS, Reason.NOT_4BIT):
+        counters.counters.fall_back(DEQUANTIZE, reason, strict=False)
+    assert nf4_patch.status().fallbacks == 1 and lines()[0].endswith(", 1 fell back")
+    assert row(DEQUANTIZE).fallbacks == {"NOT_4BIT": 2, "STATE_FIELDS": 1}
+
+
 def test_calls_of_an_option_are_not_added_to_dequantizations(on):
     """Count an expected Reason and another one. Both are in the option's line, and neither is in the first line."""
     name = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
