@@ -15,7 +15,7 @@ import click
 import pytest
 import torch
 from subprocess_python import python
-from target import replaced_by
+from target import TARGET, replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
@@ -24,6 +24,7 @@ from nf4_patch.libraries.unsloth import adapters as unsloth
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
 from nf4_patch.patching.config import Config
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
@@ -412,6 +413,20 @@ def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
         )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.endswith("nf4_patch: the output could not be written: No space left on device\n")
+
+
+def test_the_callback_counts_from_the_beginning_of_training(on):
+    """Hits and fallbacks of an earlier training in the process do not count."""
+    callback, logs = ReportCallback(), {}
+    state = SimpleNamespace(is_world_process_zero=True, log_history=[{"loss": 1.0}])
+    for count in (3, 2):
+        callback.on_train_begin(None, state, None)
+        for _ in range(count):
+            counters.of(TARGET, (64, 64), "bfloat16").hits += 2
+            counters.fall_back(TARGET, Reason.STATE_FIELDS, strict=False)
+        callback.on_log(None, state, None, logs)
+    assert logs == {"nf4_patch_hits": 4, "nf4_patch_fallbacks": 2}
+    assert state.log_history == [{"loss": 1.0} | logs]
 
 
 def test_the_callback_checks_its_file_when_training_begins(tmp_path):

@@ -207,6 +207,15 @@ def test_a_run_with_unsloth_says_what_it_keeps(kernels, monkeypatch):
     assert ["Unsloth" in line for line in run.of_own_kernels()] == [True] * kernels
 
 
+def test_the_report_of_another_run_is_replaced(tmp_path):
+    file, found = tmp_path / "report.json", []
+    for name in ("first", "first", "second"):
+        run.add(file, {"run": name})
+        found.append(json.loads(file.read_text()))
+    first = {"run": "first", "others": [{"run": "first"}]}
+    assert found == [first | {"others": []}, first, {"run": "second", "others": []}]
+
+
 def test_which_budget_would_have_saved_what():
     sizes = (((4096, 4096), "", 3000, 10), ((14336, 4096), "", 3000, 10), ((64, 64), "fused matmul", 7, 0))
     status = Status(True, (), tuple(WeightStatus(shape, "bfloat16", *others) for shape, *others in sizes))
