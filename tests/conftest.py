@@ -33,8 +33,10 @@ if not GPU:
 
 import nf4_patch  # noqa: E402
 from nf4_patch.cache.store import cache  # noqa: E402
+from nf4_patch.nf4.dequantize import reference  # noqa: E402
 from nf4_patch.nf4.weight import forget  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
+from nf4_patch.patching.quant_state import linear_weight  # noqa: E402
 
 UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))  # in seconds since 1970, set by .ci/run
 
@@ -182,3 +184,23 @@ def checkpoint(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("llama")
     save(folder, Shape(128, 256, 1, 4, 2))
     return str(folder)
+
+
+@pytest.fixture
+def linear_op(device, monkeypatch):
+    """Let bitsandbytes 0.50's forward run on the CPU as it runs on a GPU."""
+    if device.type == "cpu":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    import bitsandbytes.backends.cuda.ops as cuda_ops
+
+    def gemm_4bit(A, B, shapeB, absmax, blocksize, quant_type, bias=None, *second):
+        if nf4_patch.is_enabled():
+            return cuda_ops._dequant_linear_fallback(A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+        weight = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, *(second or (None,) * 3))
+        return torch.nn.functional.linear(A, reference.dense(weight), bias)
+
+    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
+        if device.type == "cpu":
+            library.impl("gemm_4bit", gemm_4bit, "CPU")
+        yield device
+        nf4_patch.disable()

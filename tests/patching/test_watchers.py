@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+import lora_layers as lora
 import pytest
-import test_lora as lora
 import torch
 from alternation import crossed
 from oracle import quantized

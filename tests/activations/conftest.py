@@ -1,0 +1,1 @@
+from experts_in_pytorch import experts_in_pytorch  # noqa: F401
