@@ -347,7 +347,7 @@ def test_two_processes(name, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
-def test_two_processes_with_every_option(mode, tmp_path):
+def test_two_processes_with_the_profile_fast(mode, tmp_path):
     """The fused LoRA layers learn what peft's layers learn, apart from rounding."""
     arguments = ("qlora_torchrun.py", "--steps", 2, "--tokens", 96, *mode)
     options = {"folder": tmp_path, "launcher": GLOO, "NF4_PATCH_GRAPHS": "off"}  # the interpreter captures no graph

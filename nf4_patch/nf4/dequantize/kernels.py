@@ -25,7 +25,7 @@ def multiply(a, b, FTZ):
 def look_up(code, nibble, FTZ):
     """Return the code value of a nibble. With FTZ, nibble 8 of FP4 is minus zero, as in bitsandbytes' CUDA kernels.
 
-    The code tensor of its QuantState holds plus zero.
+    The code tensor of bitsandbytes' QuantState holds plus zero there.
     """
     value = tl.load(code + nibble)
     if FTZ:
@@ -51,9 +51,10 @@ def round_to(value, dtype):
 
 @triton.jit
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
-    """Return the code value of a nibble. With FTZ, nibble 8 of FP4 is minus zero, as in bitsandbytes' CUDA kernels.
+    """Decode single elements and store them. The result is bit-identical to that of ptx.decode.
 
-    The code tensor of bitsandbytes' QuantState holds plus zero there.
+    Without inline PTX (the portable path), this function decodes all elements. With PTX, it decodes only the elements
+    after the last whole 32-bit word.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
