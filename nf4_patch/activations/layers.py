@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..memory.spare import User, size_of, spare, tensors
 from ..nf4 import runtime
-from ..nf4.identity import OwnRef
+from ..nf4.identity import OwnRef, nobody
 from ..patching import context
 from ..patching.checkpoint import Checkpoint, checkpoint_of
 from ..patching.counters import counters
@@ -102,6 +102,7 @@ class Record:
         self.eager: Counter[InputSize] = Counter()  # calls without graphs, by size
         self.calls = 0
         self.waiting = 0  # kept calls whose backward has not begun
+        self.replay: Callable[[], Any] = nobody  # weak reference to the latest replay under a reentrant checkpoint
         self.kind: type | None = None  # the layer's class at the last ``examine``; FSDP changes it
         self.is_sharded = self.shares = self.has_state = False
         self.kept = 0  # bytes kept at the last call
@@ -121,6 +122,14 @@ class Record:
                     activations.owners[p] = weakref.ref(self)
                 elif other is not self:
                     self.shares = other.shares = True
+
+    def awaits_backward(self) -> bool:
+        """Return whether a kept call, or a replay under a reentrant checkpoint, awaits its backward.
+
+        Autograd would add up its gradients and those of another such call before it adds the sum to ``grad``.
+        """
+        replay = self.replay()
+        return self.waiting > 0 or (replay is not None and replay.waits)
 
     def estimate(self, size: InputSize) -> int | None:
         """Return the most bytes that the layer holds until its backward for an input of this size, or None if unknown.
@@ -399,7 +408,7 @@ def why_not_unwatched(x: Tensor, args: Any, kwargs: Any, checkpoint: Checkpoint,
         return Reason.ACTIVATIONS_LAYER
     if checkpoint.reentrant:
         rounds = size_of(x)[1] <= FEW_ROWS and (switch.gates["lora"].on or switch.gates["matmul"].on)
-        if record.shares or record.waiting or rounds or is_cut(args, kwargs):
+        if record.shares or record.awaits_backward() or rounds or is_cut(args, kwargs):
             return Reason.ACTIVATIONS_REENTRANT
     return None
 

@@ -292,10 +292,6 @@ def dtypes_of(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
     return list(dict.fromkeys(parameter.dtype for parameter in parameters))
 
 
-def not_pending() -> None:
-    """Stand in for the weak reference ``GraphedLayer.pending`` while no call awaits its backward, and return None."""
-
-
 class GraphedLayer:
     """The two CUDA graphs of one layer: one for the forward, one for the recompute and the backward.
 
@@ -307,8 +303,6 @@ class GraphedLayer:
     keeps = False  # whether the first graph's activations stay allocated for the second graph
     second: Any = None
     work_of: Any = Work
-    # a weak reference to the latest call that awaits its backward
-    pending: Callable[[], Any] = staticmethod(not_pending)
 
     def __init__(self, recorder: Recorder, task: Task):
         """Warm up the layer and record its graphs.

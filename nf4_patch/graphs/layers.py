@@ -168,7 +168,7 @@ def graphed(target: Target, original: Function, layer_call: Function) -> Functio
             return Reason.GRAPH_CHANGED
         if not call.trains:
             return step, graph, call.x, call.tensors[1:], partial(original, self, *args, **kwargs)
-        if graph.is_reentrant and graph.pending() is not None:
+        if graph.is_reentrant and activations.record_of(self).awaits_backward():
             return Reason.GRAPH_REUSED
         if activations.mode != "off":
             keeping.note(self, call.x, None if graph.keeps else why, graph.nbytes if graph.keeps else 0)

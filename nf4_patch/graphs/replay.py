@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.layers import keeps_graph
+from ..activations.layers import activations, keeps_graph
 from ..nf4 import runtime
 from ..patching import context
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks
-from .capture import Environment, GraphedLayer, alias_of, not_pending, swapped
+from .capture import Environment, GraphedLayer, alias_of, swapped
 from .generation import GraphedForward
 from .kept import KeptLayer, Token, kept_by
 from .shapes import graphs
@@ -23,13 +23,16 @@ from .shapes import graphs
 class Call:
     """One call of a layer that has graphs. It holds the data that the forward passes on to the backward."""
 
+    waits = True  # for its backward
+
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any],
         fallbacks: Fallbacks,
     ):  # fmt: skip
         self.graph, self.environment, self.tensors, self.again = graph, environment, tensors, again
         self.fallbacks = fallbacks
-        graph.pending = weakref.ref(self)
+        if graph.is_reentrant:
+            activations.record_of(graph.fingerprint.layer()).replay = weakref.ref(self)  # type: ignore[arg-type]
         self.versions = [parameter._version for parameter in graph.parameters] if graph.keeps else []
         self.random_state = graph.recorder.generator.get_state() if graph.is_random else None
 
@@ -39,7 +42,7 @@ class Call:
         Replay the second graph (recompute and backward) if possible. Otherwise recompute the layer eagerly.
         """
         graph, recorder = self.graph, self.graph.recorder
-        graph.pending = not_pending
+        self.waits = False
         now = Environment.current()
         # The backward was captured without autocast.
         may_replay = not (torch.is_grad_enabled() or now.autocast) and now.modes == self.environment.modes

@@ -285,6 +285,19 @@ def test_a_layer_that_is_called_twice_before_its_backward():
     assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
 
 
+@pytest.mark.parametrize("activations", ["off", "64GiB"])
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 24)], ids=str)
+def test_two_forwards_of_one_loss_under_a_reentrant_checkpoint(lengths, activations):
+    """Each forward's gradients are added to those of an earlier batch, also if graphs of two lengths or two kinds run."""
+
+    def step_of(model, optimizer, step):
+        earlier = graphed.backward(loss_of(model, 50 + step, 8))
+        return earlier + graphed.backward(sum(loss_of(model, 2 * step + k, each) for k, each in enumerate(lengths)))
+
+    found = compared(lambda: model_of(True), step_of, activations=activations)
+    assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
+
+
 # --- num_items_in_batch ---
 
 
