@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..patching.context import is_batched, is_compiling, saved_tensors_hooks, transforms_active
+from ..patching.context import MODES, is_compiling, saved_tensors_hooks, watched
+from ..patching.decisions import decisions_of
 from ..patching.module_hooks import is_called_otherwise, is_written_in
 from ..patching.targets import MODULES
 from . import launch, reference
@@ -41,9 +42,9 @@ def trait(module: Any, name: str) -> bool:
 def kernels_or_reference(gradient: Tensor) -> Any:
     """Return ``reference`` if a backward needs PyTorch operators, else ``launch``.
 
-    Compiled autograd, ``create_graph=True`` and ``is_grads_batched=True`` need them.
+    Compiled autograd, ``create_graph=True``, ``is_grads_batched=True``, modes and traces need them.
     """
-    if is_compiling() or torch.is_grad_enabled() or is_batched(gradient) or transforms_active() is not None:
+    if is_compiling() or torch.is_grad_enabled() or watched(gradient) is not None:
         return reference
     return launch
 
@@ -227,9 +228,18 @@ def forward(
 
     up = weight("gate_up_proj" if trait(module, "has_gate") else "up_proj")
     arguments = hidden_states, top_k_index, top_k_weights
-    if whole and launch.supports(hidden_states) and transforms_active() is None:
+    if whole and launch.supports(hidden_states) and is_unwatched():
         return by_kernels(module, up, lambda: weight("down_proj"), *arguments)
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
+
+
+def is_unwatched() -> bool:
+    """Return whether PyTorch need not see the operations of this call. The recompute of a checkpoint repeats the forward's answer."""
+    decisions, earlier = decisions_of("experts") or ([], None)
+    reason = watched()
+    found = reason is None or (earlier is True and reason in MODES)
+    decisions.append(found if earlier is None else earlier)
+    return found and earlier is not False
 
 
 # Both functions below read the weight of the down projection after the first product, as transformers does. A dense copy

@@ -31,6 +31,7 @@ saved_tensors_hooks: Callable[[bool], Any] = getattr(
 batched: Any = torch._C._parse_dispatch_key("Batched")  # the dispatch key of tensors under torch.autograd's own vmap
 LAYERS = MODULES["4-bit layers"]  # the Python module of the class of packed parameters
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # the classes of tensors that override no operator
+MODES = Reason.FUNCTION_MODE, Reason.DISPATCH_MODE  # a recompute may ignore these results of ``watched``
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of classes that do not define it
 own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
 
@@ -65,7 +66,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def watched(gradient: torch.Tensor | None = None) -> Reason | None:
     """Return the Reason why PyTorch has to see every operation of this eager call, or None.
 
-    Transforms and traces are checked first, because no call may ignore them, while a recompute may ignore modes. A
+    Transforms and traces are checked first, because no call may ignore them, while a recompute may ignore ``MODES``. A
     backward passes its ``gradient``.
     """
     if transforms_active() is not None or (gradient is not None and is_batched(gradient)):

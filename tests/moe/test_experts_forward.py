@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -33,6 +34,8 @@ from tiny_experts import (
     same,
     with_lora,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
 from benchmarks.products import error
@@ -40,7 +43,7 @@ from nf4_patch.libraries.transformers import EXPERTS_INTERFACE
 from nf4_patch.moe import forward, launch
 from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
-from nf4_patch.patching.context import backward_in_progress
+from nf4_patch.patching.context import backward_in_progress, modes_active
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, put
 from nf4_patch.patching.reasons import Reason
@@ -261,6 +264,47 @@ def test_under_a_transform(own):
     own.on = True
     layer.experts.act_fn.register_forward_hook(lambda *_: calls.append(1))
     assert torch.isfinite(layer.forward()).all() and calls == [1] and own.calls
+
+
+@pytest.mark.parametrize("trace", [make_fx, functools.partial(torch.jit.trace, check_trace=False)], ids=["fx", "jit"])
+def test_a_trace_has_every_operation(trace, own):
+    """A trace repeats PyTorch's operations. It would leave out the launch of a kernel, and read memory that nothing wrote."""
+    layer = Layer()
+    hidden, other = layer.hidden.detach(), torch.randn_like(layer.hidden)
+
+    def run(hidden):
+        return layer.experts(hidden, layer.ids, layer.weights)
+
+    with torch.no_grad():
+        traced = (lambda *given: trace(run)(*given)) if trace is make_fx else (lambda hidden: trace(run, hidden))
+        assert torch.equal(traced(hidden)(other), theirs(own, run, other))
+        assert not torch.equal(run(other), theirs(own, run, hidden))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+@pytest.mark.parametrize("how", ["kept", "recomputed"])
+def test_a_dispatch_mode_sees_pytorchs_operations(how, where, own, monkeypatch):
+    """The recompute repeats the forward's choice, so that both save the same tensors."""
+    start = launch.start
+    monkeypatch.setattr(launch, "start", lambda *given, **more: watched.append(modes_active()) or start(*given, **more))
+    model, watched = adapted("qwen3"), []
+    model.enable_input_require_grads()
+    if how != "kept":
+        model.gradient_checkpointing_enable(CHECKPOINTING[how])
+
+    def run():
+        model.zero_grad()
+        with FlopCounterMode(display=False) if where != "backward" else contextlib.nullcontext():
+            loss = model(input_ids=ids_of(4), labels=ids_of(4)).loss
+        with FlopCounterMode(display=False) if where != "forward" else contextlib.nullcontext():
+            loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    found, want = run(), theirs(own, run)
+    assert all(error(a, b) < 1e-5 for a, b in zip(found, want, strict=True))
+    assert all(map(torch.equal, found, want)) == (not watched) == (where != "backward")
+    # A recompute that repeats the choice of kernels launches them in the mode.
+    assert not any(watched) or how == "recomputed"
 
 
 def test_where_the_kernels_serve(monkeypatch):

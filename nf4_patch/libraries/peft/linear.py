@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...lora.function import Adapter, Factors, LoraProduct, WideFactors, cast
 from ...lora.launch import supports
-from ...lora.recompute import decisions_of
 from ...matmul import lora as few_rows
 from ...matmul.choice import LARGEST_M
 from ...matmul.product import FusedMatmul, unsupported
@@ -26,6 +25,7 @@ from ...nf4.weight import OUTPUT_DTYPES
 from ...patching import context
 from ...patching.context import PLAIN, returns_tensors
 from ...patching.counters import counters
+from ...patching.decisions import decisions_of
 from ...patching.dequantizer import Dequantizer
 from ...patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
 from ...patching.quant_state import fields_of, weight_of
@@ -43,7 +43,6 @@ FEW_ROWS = 128
 # The supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 BF16, FP32 = torch.bfloat16, torch.float32
-MODES = Reason.FUNCTION_MODE, Reason.DISPATCH_MODE
 lora_gate, matmul_gate = switch.gates["lora"], switch.gates["matmul"]
 # Reshapes a tensor that nobody else holds, as in F.linear. An ordinary view as the result of ``run`` could not be written
 # to after a change of the grad mode.
@@ -243,8 +242,7 @@ def linear(target: Target, original: Function) -> Function:
             # Without lora="fused", only calls that require no gradient are handled. They save no tensors, so their
             # recompute need not run the same code.
             return decide(self, x, args, kwargs, False)
-        hooks: Any = context.saved_tensors_hooks(True)
-        found = decisions_of(hooks[0]) if type(hooks) is tuple else None
+        found = decisions_of("lora")
         if found is None:
             return decide(self, x, args, kwargs, False)
         decisions, earlier = found
@@ -265,7 +263,7 @@ def linear(target: Target, original: Function) -> Function:
         if not (few or lora_gate.on):
             return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA
         watcher = context.watched()
-        if watcher is not None and not (again and watcher in MODES):
+        if watcher is not None and not (again and watcher in context.MODES):
             return watcher
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
         if isinstance(adapters, Reason):
