@@ -56,3 +56,4 @@ with tempfile.TemporaryDirectory() as folder:
         parser.error(str(error))
 print(f"{args.out}: {weights:,} weights in {dtype}")
 record.finish(json_file=args.json)
+nf4_patch.disable()  # otherwise it says at the exit that no experts were read

@@ -74,7 +74,7 @@ lora = LoraConfig(
     r=args.rank, lora_alpha=2 * args.rank, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
 model = get_peft_model(model, lora).train()
-if args.liger_loss:  # in a Trainer, set use_liger_kernel=True and liger_kernel_config
+if args.liger_loss:  # transformers' Trainer has liger_kernel_config; TRL has a loss of its own
     apply_liger_kernel(model, {"fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "swiglu": False})
 model.print_trainable_parameters()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

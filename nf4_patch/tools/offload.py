@@ -11,7 +11,7 @@ import torch
 
 from ..libraries.transformers.loading import is_stack
 from ..offload import planning
-from .advice import EXPERTS, FAST
+from .advice import EXPERTS, FAST, OFFLOAD
 from .report import NotAvailable
 from .step import shortened
 
@@ -146,8 +146,9 @@ def lines(name: str, gpus: list[tuple[int, int]]) -> Iterator[str]:
             continue
         is_tight = offload != "off" or size - sizes.others - sizes.layers.total() < size / 8
         options = ', cache="off"' * is_tight + f', offload="{offload}"' * (offload != "off")
+        call = f'{OFFLOAD}"{offload}")' if sizes.is_mixture and offload != "off" else f"{line}{options})"
         yield (
-            f'  {place}: nf4_patch.{line}{options}), device_map={{"": {index}}}; '
+            f'  {place}: nf4_patch.{call}, device_map={{"": {index}}}; '
             f"{host / GB:.1f} GB of host memory"
             + f", of which {planning.free_memory() / GB:.1f} GB are free"
             * bool(here)

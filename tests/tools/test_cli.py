@@ -207,7 +207,9 @@ def test_doctor_says_the_line_to_type(changes, capabilities, settings, unsloth, 
     assert lines["or with the same bits"] == "nf4_patch.enable()"
     assert lines.get("also in SFTConfig") == settings and lines["mixtures of experts"] == experts
     assert lines.get("or with Unsloth") == unsloth
-    assert lines.get("on a T4 or RTX 20 also") == (advice.OLD.also if (7, 5) in capabilities else None)
+    is_old = (7, 5) in capabilities
+    assert lines.get("on a T4 or RTX 20 also") == (advice.OLD.also if is_old else None)
+    assert lines.get("there with Unsloth") == ('nf4_patch.enable(activations="auto")' if is_old else None)
     report = dataclasses.replace(WORKS, lines=lines)
     assert '  to train faster:         nf4_patch.enable("fast")' in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
