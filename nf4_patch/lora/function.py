@@ -173,7 +173,7 @@ class LoraProduct(PlainFunction):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
-            # Compiled autograd, modes and transforms (is_grads_batched) cannot see nf4_patch's kernels.
+            # Compiled autograd, modes, transforms (is_grads_batched) and subclasses cannot see nf4_patch's kernels.
             plain = is_compiling() or watched(gradient) is not None
             x_gradient: Any = None
             found: list[Tensor | None] = []

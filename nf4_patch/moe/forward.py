@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..patching.context import MODES, is_compiling, saved_tensors_hooks, watched
+from ..patching.context import MODES, PLAIN, is_compiling, saved_tensors_hooks, watched
 from ..patching.decisions import decisions_of
 from ..patching.module_hooks import is_called_otherwise, is_written_in
 from ..patching.targets import MODULES
@@ -42,7 +42,7 @@ def trait(module: Any, name: str) -> bool:
 def kernels_or_reference(gradient: Tensor) -> Any:
     """Return ``reference`` if a backward needs PyTorch operators, else ``launch``.
 
-    Compiled autograd, ``create_graph=True``, ``is_grads_batched=True``, modes and traces need them.
+    Compiled autograd, ``create_graph=True``, ``is_grads_batched=True``, modes, traces and tensor subclasses need them.
     """
     if is_compiling() or torch.is_grad_enabled() or watched(gradient) is not None:
         return reference
@@ -228,7 +228,8 @@ def forward(
 
     up = weight("gate_up_proj" if trait(module, "has_gate") else "up_proj")
     arguments = hidden_states, top_k_index, top_k_weights
-    if whole and launch.supports(hidden_states) and is_unwatched():
+    is_plain = all(type(each) in PLAIN for each in arguments)
+    if whole and is_plain and launch.supports(hidden_states) and is_unwatched():
         return by_kernels(module, up, lambda: weight("down_proj"), *arguments)
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 

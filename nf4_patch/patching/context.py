@@ -77,7 +77,7 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
         return Reason.FUNCTION_MODE
     if modes_active():
         return Reason.EXPORTING if is_exporting() else Reason.DISPATCH_MODE
-    return None
+    return None if gradient is None or type(gradient) in PLAIN else Reason.TENSOR_SUBCLASS
 
 
 def watched_trace() -> Reason | None:

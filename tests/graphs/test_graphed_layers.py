@@ -1119,6 +1119,7 @@ def test_changes_that_the_recompute_does_not_see(change, frozen):
 @pytest.mark.full
 def test_modes_and_transforms_around_the_backward():
     """Modes and transforms see every operation of the recompute."""
+    from torch.testing._internal.two_tensor import TwoTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -1137,7 +1138,13 @@ def test_modes_and_transforms_around_the_backward():
         found = torch.autograd.grad(losses, trained(model)[:3], directions, is_grads_batched=True)
         return [g.float().norm().item() for g in found]
 
-    for step_of in (with_a_mode, of_a_batch):
+    def of_a_subclass(model, optimizer, step):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            losses = model(input_ids=tokens(step)).logits.float().logsumexp(-1).mean(1)
+        found = torch.autograd.grad(losses, trained(model)[:3], TwoTensor(torch.ones_like(losses), -losses.detach()))
+        return [part.float().norm().item() for g in found for part in (g.a, g.b)]
+
+    for step_of in (with_a_mode, of_a_batch, of_a_subclass):
         found = compared(model_of, step_of)
         assert found["replays"] == LAYERS * (STEPS - EAGER) and found["reasons"] == {
             "GRAPH_NEW_SHAPE",

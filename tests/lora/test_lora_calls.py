@@ -14,6 +14,7 @@ import test_lora as lora
 import torch
 from alternation import crossed
 from target import fallbacks
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
@@ -123,6 +124,13 @@ def jacobian(model, x, around):
     return torch.autograd.functional.jacobian(few, (x.detach(), a.detach()), vectorize=True)
 
 
+def subclassed(model, x, around):
+    """Run a backward whose gradient has no memory of its own."""
+    y = around(model, x)
+    found = torch.autograd.grad(y, wanted(model, x), TwoTensor(lora.gradient_of(y), -3 * lora.gradient_of(y)))
+    return [part for each in found for part in (each.a, each.b)]
+
+
 def under(mode, model, x, around):
     with mode():
         return plain(model, x, around)
@@ -146,12 +154,13 @@ PROGRAMS = {
     "is_grads_batched": batched,
     "vmap": vmapped,
     "jacobian": jacobian,
+    "gradient of a subclass": subclassed,
     "default device": functools.partial(under, lambda: torch.device("cpu")),
     "anomaly detection": functools.partial(under, torch.autograd.detect_anomaly),
 }  # fmt: skip
 WRITING = {"x += 1", "x -= 1 without a gradient", "x.data *= 2", "x of inference_mode"}
 # A reentrant checkpoint supports only ``backward``.
-WITHOUT_GRAD = {"is_grads_batched", "vmap", "jacobian"}
+WITHOUT_GRAD = {"is_grads_batched", "vmap", "jacobian", "gradient of a subclass"}
 
 
 def outcome(program, model, x, around, autocast):

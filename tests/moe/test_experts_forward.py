@@ -35,6 +35,7 @@ from tiny_experts import (
     with_lora,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import nf4_patch
@@ -305,6 +306,23 @@ def test_a_dispatch_mode_sees_pytorchs_operations(how, where, own, monkeypatch):
     assert all(map(torch.equal, found, want)) == (not watched) == (where != "backward")
     # A recompute that repeats the choice of kernels launches them in the mode.
     assert not any(watched) or how == "recomputed"
+
+
+def test_a_tensor_subclass(own):
+    """A subclass might have no memory of its own, so the kernels cannot read it."""
+    layer = Layer()
+    hidden, other = layer.hidden.detach(), torch.randn_like(layer.hidden)
+
+    def run(hidden):
+        hidden = hidden.requires_grad_()
+        y = layer.experts(hidden, layer.ids, layer.weights)
+        (gradient,) = torch.autograd.grad(y, hidden, torch.ones_like(y))
+        return y.detach(), gradient
+
+    found = run(TwoTensor(hidden.clone(), other.clone()))
+    want = [theirs(own, run, each.clone()) for each in (hidden, other)]
+    for both, first, second in zip(found, *want, strict=True):
+        assert torch.equal(both.a, first) and torch.equal(both.b, second)
 
 
 def test_where_the_kernels_serve(monkeypatch):
