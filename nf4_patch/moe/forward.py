@@ -259,7 +259,8 @@ def by_kernels(
     )
     # Do not store the two products in a variable, so that their memory is freed as soon as ``gate`` has added them.
     y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
-    weights, down = top_k_weights.contiguous(), read_down()
+    # A copy, because the caller may write into its weights before the backward, and because they may be inference tensors.
+    weights, down = top_k_weights.clone(memory_format=torch.contiguous_format), read_down()
     has_norm = trait(module, "has_post_expert_norm")
     trained = y, weights, *down.trained(), *(module.post_expert_norm.parameters() if has_norm else ())
     order = order.for_backward(torch.is_grad_enabled() and any(each.requires_grad for each in trained))
@@ -289,7 +290,7 @@ def in_pytorch(
     y = gated(module, product(up, hidden_states[slot_of // top_k]))
     y = normed(module, product(read_down(), y)) * top_k_weights.reshape(-1)[slot_of].unsqueeze(-1)
     y = y if order is None else y[order.row_of.flatten()]
-    return y.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    return y.view(tokens, top_k, y.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
 
 def gated(module: Any, rows: Tensor) -> Tensor:

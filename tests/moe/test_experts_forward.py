@@ -325,6 +325,28 @@ def test_a_tensor_subclass(own):
         assert torch.equal(both.a, first) and torch.equal(both.b, second)
 
 
+@pytest.mark.parametrize("how", ["written", "written as data", "of inference mode"])
+def test_router_weights_that_change_before_the_backward(how, own):
+    """transformers' forward saves a copy of the router's weights."""
+    layer = Layer()
+    with torch.inference_mode(how == "of inference mode"):
+        weights = layer.weights * 1
+    output = layer.experts(layer.hidden, layer.ids, weights)
+    if how != "of inference mode":
+        (weights.data if how == "written as data" else weights).mul_(2)
+    assert torch.equal(layer.gradient(output), layer.step()[1]) and own.calls == 2
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_no_tokens(kernels, own):
+    layer = Layer()
+    own.on = kernels
+    output = layer.experts(layer.hidden[:0], layer.ids[:0], layer.weights[:0])
+    assert output.shape == (0, 64)
+    (gradient,) = torch.autograd.grad(output.sum(), layer.hidden)
+    assert not gradient.any()
+
+
 def test_where_the_kernels_serve(monkeypatch):
     monkeypatch.undo()
     where = {"capability": (7, 5), "kind": True}
