@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..patching.context import MODES, PLAIN, is_compiling, saved_tensors_hooks, watched
+from ..patching.context import MODES, PLAIN, is_compiling, only_keeps_results, saved_tensors_hooks, watched
 from ..patching.decisions import decisions_of
 from ..patching.module_hooks import is_called_otherwise, is_written_in
+from ..patching.reasons import Reason
 from ..patching.targets import MODULES
 from . import launch, reference
 from .product import EXPERTS, ExpertWeight, Lora, grouped, summed
@@ -237,10 +238,13 @@ def forward(
 def is_unwatched() -> bool:
     """Return whether PyTorch need not see the operations of this call. The recompute of a checkpoint repeats the forward's answer."""
     decisions, earlier = decisions_of("experts") or ([], None)
+    if earlier is False:
+        return False
     reason = watched()
-    found = reason is None or (earlier is True and reason in MODES)
-    decisions.append(found if earlier is None else earlier)
-    return found and earlier is not False
+    if reason is Reason.DISPATCH_MODE and only_keeps_results():
+        reason = None
+    decisions.append(reason is None or (earlier is True and reason in MODES))
+    return decisions[-1] is True
 
 
 # Both functions below read the weight of the down projection after the first product, as transformers does. A dense copy

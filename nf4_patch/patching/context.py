@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .reasons import Reason
 from .targets import MODULES
@@ -78,6 +79,11 @@ def watched(gradient: torch.Tensor | None = None) -> Reason | None:
     if modes_active():
         return Reason.EXPORTING if is_exporting() else Reason.DISPATCH_MODE
     return None if gradient is None or type(gradient) in PLAIN else Reason.TENSOR_SUBCLASS
+
+
+def only_keeps_results() -> bool:
+    """Return whether all active dispatch modes belong to selective checkpointing. They keep results, and change none."""
+    return all(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
 
 
 def watched_trace() -> Reason | None:
