@@ -230,13 +230,13 @@ def forward(
     up = weight("gate_up_proj" if trait(module, "has_gate") else "up_proj")
     arguments = hidden_states, top_k_index, top_k_weights
     is_plain = all(type(each) in PLAIN for each in arguments)
-    if whole and is_plain and launch.supports(hidden_states) and is_unwatched():
+    if whole and is_plain and launch.supports(hidden_states) and may_use_kernels():
         return by_kernels(module, up, lambda: weight("down_proj"), *arguments)
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-def is_unwatched() -> bool:
-    """Return whether PyTorch need not see the operations of this call. The recompute of a checkpoint repeats the forward's answer."""
+def may_use_kernels() -> bool:
+    """Return whether no mode, trace or transform has to see this call's operations. A recompute repeats the forward's answer."""
     decisions, earlier = decisions_of("experts") or ([], None)
     if earlier is False:
         return False

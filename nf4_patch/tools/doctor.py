@@ -195,7 +195,7 @@ def lines_to_type(releases: dict[str, str], gpus: Sequence[Gpu]) -> dict[str, st
     if any(gpu.capability < WAIT_FOR_PYTHON for gpu in gpus):  # these GPUs have no bf16
         lines["on a T4 or RTX 20 also"] = advice.OLD.also
         if has("unsloth", ">= 2026.10"):
-            lines["there with Unsloth"] = f"nf4_patch.{advice.OLD_UNSLOTH.line}"
+            lines["on a T4 with Unsloth"] = f"nf4_patch.{advice.OLD_UNSLOTH.line}"
     if not (has("transformers", ">= 5.17") and has("peft", ">= 0.17")):
         return lines | {"mixtures of experts": "upgrade to transformers 5.17, peft 0.17 or newer"}
     fits = advice.mixture(min((gpu.gibibytes * 1.073741824 for gpu in gpus), default=math.inf))

@@ -209,7 +209,7 @@ def test_doctor_says_the_line_to_type(changes, capabilities, settings, unsloth, 
     assert lines.get("or with Unsloth") == unsloth
     is_old = (7, 5) in capabilities
     assert lines.get("on a T4 or RTX 20 also") == (advice.OLD.also if is_old else None)
-    assert lines.get("there with Unsloth") == ('nf4_patch.enable(activations="auto")' if is_old else None)
+    assert lines.get("on a T4 with Unsloth") == ('nf4_patch.enable(activations="auto")' if is_old else None)
     report = dataclasses.replace(WORKS, lines=lines)
     assert '  to train faster:         nf4_patch.enable("fast")' in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
