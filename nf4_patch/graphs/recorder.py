@@ -213,27 +213,27 @@ class Recorder:
         return self.allocated() - before - sum(storages.values())
 
     @contextlib.contextmanager
-    def leaving_enough(self, part: int = 0, held: int = 0) -> Iterator[None]:
+    def leaving_enough(self, more: int = 0, held: int = 0) -> Iterator[None]:
         """Check, before and after the ``with`` block records graphs, that the GPU has enough memory for a training step.
 
         A step is assumed to need as much memory as PyTorch's peak so far.
 
         Args:
-            part: bytes of the peak that the graphs hold from now on. The check subtracts them from the peak. The number
-                is negative if graphs hold tensors on the GPU that eager steps move to host memory.
+            more: bytes of tensors that eager steps move to host memory, and that graphs hold on the GPU. The check adds
+                them to the peak.
             held: bytes of earlier graphs that are still allocated, and that a new peak includes. The check subtracts them
                 from the new peak.
 
         Raises:
             torch.OutOfMemoryError: the GPU has too little memory.
         """
-        self.check(part, held)  # A warm-up already takes memory that stays allocated, such as cuBLAS's workspace.
+        self.check(more, held)  # A warm-up already takes memory that stays allocated, such as cuBLAS's workspace.
         self.begun = memory(self.device, "reserved_bytes")
         try:
             yield
         finally:
             self.taken, self.begun = self.size, None  # also after a failure, because the pool keeps its memory
-        self.check(part, held)
+        self.check(more, held)
 
     @property
     def size(self) -> int:
@@ -252,11 +252,11 @@ class Recorder:
         if self.begun is not None:
             self.begun += memory(self.device, "reserved_bytes") - before
 
-    def check(self, part: int, held: int) -> None:
+    def check(self, more: int, held: int) -> None:
         peak = memory(self.device, "allocated_bytes", "peak")
         if peak > self.peak:
             self.peak, self.rest = peak, max(self.rest, min(peak - held, needed(self.device)))
-        self.require(self.device, self.taken, self.rest - part)
+        self.require(self.device, self.taken, self.rest + more)
 
     @staticmethod
     def require(device: int, taken: int = 0, rest: int | None = None) -> None:

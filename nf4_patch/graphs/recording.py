@@ -163,13 +163,12 @@ def made(call: LayerCall, task: Task, recorder: Recorder, keeper: Keeper | None)
 
 
 def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
-    """Return the arguments ``part`` and ``held`` of ``Recorder.leaving_enough`` for the recording of this call."""
+    """Return the arguments ``more`` and ``held`` of ``Recorder.leaving_enough`` for the recording of this call."""
     if keeper is not None:
-        nbytes = keeper.generation.nbytes
-        return (0, nbytes) if call.layer.gradient_checkpointing else (nbytes, 0)
+        return 0, keeper.generation.nbytes
     # Unsloth's checkpoint moves the inputs of layers to host memory. Layers with graphs keep them on the GPU.
     count = len(graphs.recordings.get(call.key, ())) + 1
-    return -count * call.x.nbytes if call.checkpoint.offloads else 0, 0
+    return count * call.x.nbytes if call.checkpoint.offloads else 0, 0
 
 
 def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | None:

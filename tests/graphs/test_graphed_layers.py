@@ -518,14 +518,14 @@ def test_inputs_that_unsloths_checkpoint_would_move_count_as_needed(unsloth, mon
     left = []
 
     class Leaving(recorders.Rerun):
-        def leaving_enough(self, part=0, held=0):
-            left.append(part)
+        def leaving_enough(self, more=0, held=0):
+            left.append(more)
             return contextlib.nullcontext()
 
     monkeypatch.setattr(recording_module, "Recorder", Leaving)
     run(model_of(True), one_step, graphs="auto")
     nbytes = 2 * LENGTH * SHAPE.hidden_size * 2
-    assert left == [-nbytes * (1 + index) for index in range(LAYERS)]
+    assert left == [nbytes * (1 + index) for index in range(LAYERS)]
 
 
 @pytest.mark.full

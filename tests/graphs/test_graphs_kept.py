@@ -17,10 +17,12 @@ from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, opti
 
 import nf4_patch
 from nf4_patch.activations.layers import Record, activations
-from nf4_patch.graphs import kept, recording, shapes
+from nf4_patch.graphs import kept, recorder, recording, shapes
 from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
+from nf4_patch.graphs.recorder import Recorder
 from nf4_patch.graphs.refusal import Refusal
+from nf4_patch.memory.spare import MemoryInfo
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -279,9 +281,39 @@ def test_a_recording_in_memory_that_graphs_hold_already(monkeypatch):
 class Sized(recorders.Operations):
     """A recorder whose every recording takes memory."""
 
-    def leaving_enough(self, part=0, held=0):
+    def leaving_enough(self, more=0, held=0):
         self.taken += 1000
         return contextlib.nullcontext()
+
+
+@pytest.mark.skipif(graphed.GPU, reason="simulates a GPU's memory")
+@pytest.mark.parametrize(("gib", "replays"), [(10 + LAYERS, 2 * LAYERS), (10 + LAYERS - 1, LAYERS - 1)])
+def test_batches_of_another_length_have_memory_beside_the_graphs(gib, replays, monkeypatch):
+    """A step without checkpoints takes 10 GiB. The graphs of a layer take one more, and the next length runs eagerly first."""
+
+    class Simulated(recorders.Rerun):
+        size, leaving_enough, require = Recorder.size, Recorder.leaving_enough, staticmethod(Recorder.require)
+        forwards = False
+
+        def kept(self, before, *results):
+            self.forwards = not self.forwards
+            memory["reserved_bytes"] += self.forwards * 2**30
+            return self.forwards * 2**30
+
+    memory = {"reserved_bytes": 10 * 2**30, "allocated_bytes": 10 * 2**30}
+    monkeypatch.setattr(recorder, "memory", lambda device, kind, value=None: memory[kind])
+    monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(gib * 2**30, 0, 0, 0))
+    recorders.install(monkeypatch, Simulated)
+    model = model_of()
+    model.gradient_checkpointing_disable()
+    counters.reset()
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        before = graphs.replays
+        for step in range(3):
+            plain(model, None, step)
+        assert graphs.replays - before == replays and bool(graphs.kept) == (replays > LAYERS)
+    found = {reason for target, reason in counters.fallbacks if target == graphed.TARGET}
+    assert found == {Reason.GRAPH_NEW_SHAPE, *([] if replays > LAYERS else [Reason.GRAPH_MEMORY])}
 
 
 def recorded_model(monkeypatch):
@@ -324,7 +356,7 @@ class Short(Sized):
     """A recorder whose second recording leaves too little memory."""
 
     @contextlib.contextmanager
-    def leaving_enough(self, part=0, held=0):
+    def leaving_enough(self, more=0, held=0):
         yield
         self.taken += 1000
         if self.taken == 2000:

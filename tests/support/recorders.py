@@ -110,7 +110,7 @@ class Rerun(Recorder):
     def outside(self) -> Any:
         return contextlib.nullcontext()
 
-    def leaving_enough(self, part: int = 0, held: int = 0) -> Any:
+    def leaving_enough(self, more: int = 0, held: int = 0) -> Any:
         return contextlib.nullcontext()
 
     @staticmethod
