@@ -183,6 +183,17 @@ class Recorder:
 
     # --- memory ---
 
+    def make_room(self) -> None:
+        """Return PyTorch's unused memory to the driver, so that graphs of a new shape can use it.
+
+        Do nothing if the pool has graphs already and the driver has plenty of memory: eager steps, for example of other
+        lengths, would have to allocate the returned memory again.
+        """
+        found = MemoryInfo.of(self.device)
+        unused = found.reserved - memory(self.device, "allocated_bytes")
+        if not self.taken or found.free < found.margin + unused + memory(self.device, "allocated_bytes", "peak"):
+            give_back()
+
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """Inside the ``with`` block, allocate this thread's tensors from the pool. Before PyTorch 2.8, do nothing."""

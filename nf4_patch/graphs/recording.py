@@ -24,7 +24,7 @@ from .fingerprint import Fingerprint
 from .generation import GraphedForward
 from .kept import Keeper, KeptLayer
 from .own_code import hooks_on_activations
-from .recorder import Recorder, give_back
+from .recorder import Recorder
 from .refusal import Refusal, Refused
 from .shapes import graphs
 from .threads import others_may_use_gpu
@@ -92,8 +92,7 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
             try:
                 recorder, keeper = recorder_for(call.x.get_device(), keeps, call.trains)
                 if is_first:
-                    # PyTorch keeps the memory that eager calls used. The graphs can use this memory only after it was freed.
-                    give_back()
+                    recorder.make_room()
                     is_first = False
                 found = made(call, task, recorder, keeper)
             except Refusal as refusal:

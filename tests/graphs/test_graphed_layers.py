@@ -1945,6 +1945,21 @@ def test_memory_of_a_recording_that_is_refused_is_counted(monkeypatch):
     assert recorder.taken == recorder.size == 3 * GIB
 
 
+@pytest.mark.parametrize(
+    ("taken", "free", "expected"), [(0, 100, True), (1, 23, True), (1, 24, False)], ids=["first", "short", "plenty"]
+)
+def test_a_new_length_finds_room(taken, free, expected, monkeypatch):
+    """A step takes up to 10 GiB of memory, of which PyTorch still holds 12 GiB unused. The margin is 2 GiB."""
+    recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
+    recorder.device, recorder.taken, given = 0, taken * GIB, []
+    monkeypatch.setattr(MemoryInfo, "of", lambda device: MemoryInfo(free * GIB, 20 * GIB, 0, 2 * GIB))
+    memory = {"allocated_bytes": 8 * GIB, "peak": 10 * GIB}
+    monkeypatch.setattr(recorder_module, "memory", lambda device, kind, value=None: memory[value or kind])
+    monkeypatch.setattr(recorder_module, "give_back", lambda: given.append(True))
+    recorder.make_room()
+    assert bool(given) is expected
+
+
 @pytest.mark.parametrize(("replayed_on", "expected"), [(0, "default"), (7, "external 7")])
 def test_weights_that_fill_the_cache_are_decoded_on_the_stream_of_the_replays(replayed_on, expected, monkeypatch):
     recorder = recorder_module.Recorder.__new__(recorder_module.Recorder)
@@ -1968,7 +1983,7 @@ def test_no_memory_for_a_first_recording(monkeypatch):
         raise torch.OutOfMemoryError("of 1 GiB")
 
     monkeypatch.setattr(recording_module.Recorder, "require", staticmethod(lacks))
-    monkeypatch.setattr(recording_module, "give_back", pytest.fail)
+    monkeypatch.setattr(recording_module.Recorder, "make_room", pytest.fail)
     found = compared(model_of)
     assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_MEMORY"} and not found["replays"] and not graphs.recorders
 
