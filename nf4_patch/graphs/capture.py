@@ -301,6 +301,7 @@ class GraphedLayer:
     alive = False  # whether the graphs can be replayed
     differentiable = True
     keeps = False  # whether the first graph's activations stay allocated for the second graph
+    replays = 0  # of the forward
     second: Any = None
     work_of: Any = Work
 

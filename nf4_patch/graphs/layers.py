@@ -107,7 +107,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
     graphs.claim(layer)
     calls, keeper = graphs.count(key, layer), graphs.keepers.get(device)
     due = is_due(calls) or (calls >= RECORDED_AT and keeper is not None and keeper.continues(key))
-    if due and graphs.has_room(key):
+    if due and graphs.has_room(key, layer):
         if why is not Reason.ACTIVATIONS_WAITING or is_measured(call):
             return None
         graphs.uncount(key, layer)

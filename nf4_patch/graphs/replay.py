@@ -165,4 +165,5 @@ def step(graph: GraphedForward, x: Tensor, tensors: list[Tensor], again: Callabl
 
 def result_of(graph: GraphedLayer, y: Tensor) -> Any:
     graphs.replays += 1
+    graph.replays += 1
     return y if graph.others is None else (y, *graph.others)

@@ -30,6 +30,9 @@ from .refusal import Refused
 RECORDED_AT = 3  # A layer is recorded at its third call with a shape.
 # The first SHAPES shapes of training, and as many static caches, have recordings. At most SEEN other shapes are counted.
 SHAPES, SEEN = 16, 1024
+# Recording a layer takes as much time as PRICE replays save. The first CREDIT shapes of a layer in training are recorded at
+# once, each further one when the layer's replays have saved the time for it. So rare shapes cost little.
+CREDIT, PRICE = 8, 6
 
 ByLayer = weakref.WeakKeyDictionary
 
@@ -89,8 +92,8 @@ class Graphs:
         # Recordings of generation, or from before a change, do not match the layer in training.
         return next((each for each in every if each.holds() and each.is_in_place()), None)
 
-    def has_room(self, key: Any) -> bool:
-        """Return whether layers may be recorded for this key. First free the graphs whose model or StaticCache was freed."""
+    def has_room(self, key: Any, module: nn.Module) -> bool:
+        """Return whether a layer or model may be recorded for this key. First free the graphs whose model or StaticCache was freed."""
         if key in self.recordings or key in self.kept:
             return True
         with self.lock:
@@ -98,7 +101,19 @@ class Graphs:
                 for other in [*found]:
                     if not is_alive(other, found[other]):
                         reset(found.pop(other))
-        return not self.is_full(key[-1] is None)
+        trains = key[-1] is None
+        return not self.is_full(trains) and (not trains or self.has_paid(module))
+
+    def has_paid(self, layer: nn.Module) -> bool:
+        """Return whether the replays of a layer have saved the time that recording one more shape takes."""
+        every = [
+            (key, layers[layer])
+            for recordings in (self.recordings, self.kept)
+            for key, layers in list(recordings.items())
+            if key[-1] is None and layer in layers
+        ]
+        more = len({key for key, _ in every}) + 1 - CREDIT
+        return more <= 0 or sum(graph.replays for _, graph in every) >= PRICE * more
 
     def is_full(self, trains: bool = True) -> bool:
         """Return whether no further shape can be recorded, in training or in generation."""

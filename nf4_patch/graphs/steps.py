@@ -294,7 +294,7 @@ class Step:
 
         task = Task(model, function, x, tensors[1:], environment, fingerprint, False, static_cache)
         with graphs.lock:
-            if not graphs.has_room(key):
+            if not graphs.has_room(key, model):
                 graphs.drop_oldest_step()
             try:
                 with recorder.lock:

@@ -1451,6 +1451,26 @@ def test_when_a_shape_is_recorded(at_the_third_call):
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
+@pytest.mark.parametrize("activations", ["off", "64GiB"])
+def test_replays_pay_for_further_shapes(activations, monkeypatch):
+    """With a credit of one shape, the second is recorded after two replays, and the third after four. Each waits for its turn."""
+    monkeypatch.setattr(shapes_module, "CREDIT", 1)
+    monkeypatch.setattr(shapes_module, "PRICE", 2)
+    record_at(2, monkeypatch)
+    found = []
+
+    def step_of(model, optimizer, step):
+        lengths = 24, 24, 16, 16, 24, 16, 16, 8, 8, 24, 8, 8, 16, 8
+        loss = backward(loss_of(model, step, lengths[step]))
+        found.append(len({*graphs.recordings, *graphs.kept}))
+        return loss
+
+    graphed = compared(model_of, step_of, steps=14, activations=activations)
+    # The second shape is due at its second and fourth call, the third shape too.
+    assert found[14:] == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
+    assert graphed["replays"] == LAYERS * (1 + 1 + 1 + 1 + 1 + 1 + 1)
+
+
 @pytest.mark.full
 def test_a_larger_batch_gets_the_memory_of_the_graphs(monkeypatch):
     """There is memory for 100 tokens. A batch takes as much as it has tokens, and graphs take as much as 30 tokens.
