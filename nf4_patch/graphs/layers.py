@@ -98,7 +98,7 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
         why: the Reason why the layer's graphs would recompute, or None if they would keep the activations.
     """
     layer, key, device = call.layer, call.key, call.x.get_device()
-    if (known := graphs.refusal(key, layer)) is not None:
+    if (known := graphs.refusal(key_of(call, not call.may_recompute), layer)) is not None:
         return known
     if is_slow(device):
         return Refused(Reason.GRAPH_SLOW_GPU, "")
@@ -107,10 +107,10 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
     graphs.claim(layer)
     calls, keeper = graphs.count(key, layer), graphs.keepers.get(device)
     due = is_due(calls) or (calls >= RECORDED_AT and keeper is not None and keeper.continues(key))
-    if due and graphs.has_room(key, layer):
-        if why is not Reason.ACTIVATIONS_WAITING or is_measured(call):
-            return None
+    if due and why is Reason.ACTIVATIONS_WAITING and not is_measured(call):
         graphs.uncount(key, layer)
+    elif due and graphs.has_room(key, layer, calls):
+        return None
     return Refused(Reason.GRAPH_NEW_SHAPE, "")
 
 

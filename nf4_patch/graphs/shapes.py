@@ -28,10 +28,11 @@ from .recorder import Recorder, give_back
 from .refusal import Refused
 
 RECORDED_AT = 3  # A layer is recorded at its third call with a shape.
-# The first SHAPES shapes of training, and as many static caches, have recordings. At most SEEN other shapes are counted.
+# SHAPES shapes of training, and as many static caches, have recordings. At most SEEN other shapes are counted.
 SHAPES, SEEN = 16, 1024
 # Recording a layer takes as much time as PRICE replays save. The first CREDIT shapes of a layer in training are recorded at
-# once, each further one when the layer's replays have saved the time for it. So rare shapes cost little.
+# once, each further one when the layer's replays have saved the time for it, or could have saved it in the eager calls with this
+# shape. So rare shapes cost little, and frequent ones get graphs although rare ones came first.
 CREDIT, PRICE = 8, 6
 
 ByLayer = weakref.WeakKeyDictionary
@@ -92,8 +93,12 @@ class Graphs:
         # Recordings of generation, or from before a change, do not match the layer in training.
         return next((each for each in every if each.holds() and each.is_in_place()), None)
 
-    def has_room(self, key: Any, module: nn.Module) -> bool:
-        """Return whether a layer or model may be recorded for this key. First free the graphs whose model or StaticCache was freed."""
+    def has_room(self, key: Any, module: nn.Module, calls: int = 0) -> bool:
+        """Return whether a layer or model may be recorded for this key. First free the graphs whose model or StaticCache was freed.
+
+        Args:
+            calls: the number of the layer's eager calls with this key, in training.
+        """
         if key in self.recordings or key in self.kept:
             return True
         with self.lock:
@@ -101,27 +106,41 @@ class Graphs:
                 for other in [*found]:
                     if not is_alive(other, found[other]):
                         reset(found.pop(other))
-        trains = key[-1] is None
-        return not self.is_full(trains) and (not trains or self.has_paid(module))
+        if key[-1] is not None:
+            return not self.is_full(trains=False)
+        return self.has_paid(module, calls) and (not self.is_full() or 2 * min(map(self.uses, self.shapes())) <= calls)
 
-    def has_paid(self, layer: nn.Module) -> bool:
-        """Return whether the replays of a layer have saved the time that recording one more shape takes."""
-        every = [
-            (key, layers[layer])
-            for recordings in (self.recordings, self.kept)
-            for key, layers in list(recordings.items())
-            if key[-1] is None and layer in layers
-        ]
-        more = len({key for key, _ in every}) + 1 - CREDIT
-        return more <= 0 or sum(graph.replays for _, graph in every) >= PRICE * more
+    def has_paid(self, layer: nn.Module, calls: int) -> bool:
+        """Return whether replays have saved the time that recording one more shape takes, or could have saved it in ``calls``."""
+        every = [[graph for each in self.of(key) if (graph := each.get(layer))] for key in self.shapes()]
+        more = sum(map(bool, every)) + 1 - CREDIT
+        return more <= 0 or calls >= PRICE or sum(graph.replays for each in every for graph in each) >= PRICE * more
+
+    def of(self, key: Any) -> list[ByLayer[nn.Module, Any]]:
+        """Return the recordings for this key, by layer: those that recompute, and those that keep activations."""
+        return [self.recordings.get(key, ByLayer()), self.kept.get(key, ByLayer())]
+
+    def shapes(self, trains: bool = True) -> list[Any]:
+        """Return the keys of all recordings of training, or of generation."""
+        return [key for key in dict.fromkeys([*self.recordings, *self.kept]) if (key[-1] is None) == trains]
+
+    def uses(self, key: Any) -> int:
+        """Return how often a layer was called with a key that has graphs: the sum of its eager calls and its replays."""
+        replays = [graph.replays for layers in self.of(key) for graph in list(layers.values())]
+        return max(replays, default=0) + max(list(self.calls.get(key, ByLayer()).values()), default=0)
 
     def is_full(self, trains: bool = True) -> bool:
         """Return whether no further shape can be recorded, in training or in generation."""
-        return sum((key[-1] is None) == trains for key in {*self.recordings, *self.kept}) >= SHAPES
+        return len(self.shapes(trains)) >= SHAPES
 
     def keep(self, key: Any, layer: nn.Module, graph: GraphedLayer) -> None:
+        """Store the graphs of a layer. If training now has graphs for more than SHAPES shapes, free those of the least used one."""
         found: dict[Any, Any] = self.kept if isinstance(graph, KeptLayer) else self.recordings
         found.setdefault(key, ByLayer())[layer] = graph
+        if len(shapes := self.shapes()) > SHAPES:
+            least = min(shapes, key=self.uses)
+            for recordings in (self.recordings, self.kept):
+                reset(recordings.pop(least, ByLayer()))
 
     def retire(self, generation: Generation) -> None:
         """Drop the graphs of all layers that belong to ``generation``."""

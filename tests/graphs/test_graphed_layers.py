@@ -1451,24 +1451,42 @@ def test_when_a_shape_is_recorded(at_the_third_call):
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
-@pytest.mark.parametrize("activations", ["off", "64GiB"])
-def test_replays_pay_for_further_shapes(activations, monkeypatch):
-    """With a credit of one shape, the second is recorded after two replays, and the third after four. Each waits for its turn."""
-    monkeypatch.setattr(shapes_module, "CREDIT", 1)
-    monkeypatch.setattr(shapes_module, "PRICE", 2)
+def shapes_after(lengths, activations, monkeypatch):
+    """Train with these lengths, and record layers at the second call.
+
+    Return the number of recorded shapes after each step, and the number of replays per layer.
+    """
     record_at(2, monkeypatch)
     found = []
 
     def step_of(model, optimizer, step):
-        lengths = 24, 24, 16, 16, 24, 16, 16, 8, 8, 24, 8, 8, 16, 8
         loss = backward(loss_of(model, step, lengths[step]))
         found.append(len({*graphs.recordings, *graphs.kept}))
         return loss
 
-    graphed = compared(model_of, step_of, steps=14, activations=activations)
-    # The second shape is due at its second and fourth call, the third shape too.
-    assert found[14:] == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
-    assert graphed["replays"] == LAYERS * (1 + 1 + 1 + 1 + 1 + 1 + 1)
+    graphed = compared(model_of, step_of, len(lengths), activations=activations)
+    return found[len(lengths) :], graphed["replays"] // LAYERS
+
+
+@pytest.mark.parametrize("activations", ["off", "64GiB"])
+def test_replays_pay_for_further_shapes(activations, monkeypatch):
+    """The first shape is recorded at once, and each further one after three replays, or after three eager calls of its own.
+
+    A shape is due at its second and fourth call.
+    """
+    monkeypatch.setattr(shapes_module, "CREDIT", 1)
+    monkeypatch.setattr(shapes_module, "PRICE", 3)
+    lengths = 24, 24, 16, 16, 24, 24, 8, 8, 16, 16
+    assert shapes_after(lengths, activations, monkeypatch) == ([0, 1, 1, 1, 1, 1, 1, 2, 2, 3], 3 + 1 + 1)
+
+
+@pytest.mark.parametrize("activations", ["off", "64GiB"])
+def test_a_frequent_shape_replaces_the_least_used_one(activations, monkeypatch):
+    """The first shape is used three times, the second five times. At its eighth call, the third shape replaces the first."""
+    monkeypatch.setattr(shapes_module, "SHAPES", 2)
+    lengths = 24, 24, 16, 16, 16, 16, 8, 8, 8, 8, 8, 8, 8, 8, 24, 16, 8
+    found = [0, 1, 1, *[2] * 14], 1 + 4 + 2
+    assert shapes_after(lengths, activations, monkeypatch) == found
 
 
 @pytest.mark.full
