@@ -172,7 +172,7 @@ class Activations:
         self.budget = 0  # bytes per device
         self.mode: str | int = "off"
         self.give_back: Callable[[], None] = lambda: None  # drops the CUDA graphs, which keep activations too
-        self.graphs_are_full: Callable[[], bool] = lambda: False  # whether no further size of input gets CUDA graphs
+        self.graphs_are_full: Callable[[], bool] = lambda: False  # whether a new size of input gets no CUDA graphs soon
         self.user = User(0, self.allow, self.taken, self.most, self.wants)
 
     def configure(self, mode: str | int) -> None:

@@ -73,6 +73,11 @@ class Keeper:
         top = self.top()
         return top is not None and top.key == key and self.is_open()
 
+    def shuts_out(self, key: Any) -> bool:
+        """Return whether earlier layers with this key wait for their backward, and no layer can be recorded after them."""
+        top = self.top()
+        return top is not None and top.alive and top.key == key and not self.is_open()
+
     def begin(self) -> Generation:
         """Return the generation that the next recorded layer joins.
 
@@ -91,7 +96,8 @@ class Keeper:
 
         The layer's backward is assumed to need as many bytes again.
         """
-        used = 0 if self.top() is None else self.generation.nbytes
+        top = self.top()
+        used = 0 if top is None else top.generation.nbytes
         grows = max(used + 2 * held - self.counted, 0)
         return not grows or activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
 
@@ -199,11 +205,7 @@ def estimate_of(call: LayerCall) -> int | None:
 
 def is_measured(call: LayerCall) -> bool:
     """Return whether the size of the layer's activations is known, or not needed."""
-    return (
-        not call.layer.gradient_checkpointing
-        or (spare.waits and spare.why is Waits.MARGIN)
-        or estimate_of(call) is not None
-    )
+    return (spare.waits and spare.why is Waits.MARGIN) or estimate_of(call) is not None
 
 
 def may_record(keeper: Keeper | None, key: Any, was_recorded: bool) -> bool:

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from .recorder import Recorder, give_back
 from .refusal import Refused
 
 RECORDED_AT = 3  # A layer is recorded at its third call with a shape.
-# SHAPES shapes of training, and as many static caches, have recordings. At most SEEN other shapes are counted.
+# A layer has recordings for SHAPES shapes of training. As many static caches have recordings. At most SEEN other shapes are counted.
 SHAPES, SEEN = 16, 1024
 # Recording a layer takes as much time as PRICE replays save. The first CREDIT shapes of a layer in training are recorded at
 # once, each further one when the layer's replays have saved the time for it, or could have saved it in the eager calls with this
@@ -99,48 +99,42 @@ class Graphs:
         Args:
             calls: the number of the layer's eager calls with this key, in training.
         """
-        if key in self.recordings or key in self.kept:
-            return True
         with self.lock:
             for found in (self.recordings, self.kept):
                 for other in [*found]:
                     if not is_alive(other, found[other]):
                         reset(found.pop(other))
+        is_recorded = key in self.recordings or key in self.kept  # for another layer, so that layers agree
         if key[-1] is not None:
-            return not self.is_full(trains=False)
-        return self.has_paid(module, calls) and (not self.is_full() or 2 * min(map(self.uses, self.shapes())) <= calls)
+            return is_recorded or not self.is_full(trains=False)
+        uses, replays = self.uses(module)
+        more = len(uses) + 1 - CREDIT
+        has_paid = is_recorded or more <= 0 or calls >= PRICE or replays >= PRICE * more
+        return has_paid and (len(uses) < SHAPES or 2 * min(uses.values()) <= calls)
 
-    def has_paid(self, layer: nn.Module, calls: int) -> bool:
-        """Return whether replays have saved the time that recording one more shape takes, or could have saved it in ``calls``."""
-        every = [[graph for each in self.of(key) if (graph := each.get(layer))] for key in self.shapes()]
-        more = sum(map(bool, every)) + 1 - CREDIT
-        return more <= 0 or calls >= PRICE or sum(graph.replays for each in every for graph in each) >= PRICE * more
-
-    def of(self, key: Any) -> list[ByLayer[nn.Module, Any]]:
-        """Return the recordings for this key, by layer: those that recompute, and those that keep activations."""
-        return [self.recordings.get(key, ByLayer()), self.kept.get(key, ByLayer())]
-
-    def shapes(self, trains: bool = True) -> list[Any]:
-        """Return the keys of all recordings of training, or of generation."""
-        return [key for key in dict.fromkeys([*self.recordings, *self.kept]) if (key[-1] is None) == trains]
-
-    def uses(self, key: Any) -> int:
-        """Return how often a layer was called with a key that has graphs: the sum of its eager calls and its replays."""
-        replays = [graph.replays for layers in self.of(key) for graph in list(layers.values())]
-        return max(replays, default=0) + max(list(self.calls.get(key, ByLayer()).values()), default=0)
+    def uses(self, layer: nn.Module) -> tuple[dict[Any, int], int]:
+        """Return how often a layer ran with each shape of training for which it has graphs, and how many of the runs were replays."""
+        replays = Counter[Any]()
+        for recordings in (self.recordings, self.kept):
+            for key, layers in list(recordings.items()):
+                if key[-1] is None and (graph := layers.get(layer)) is not None:
+                    replays[key] += graph.replays
+        eager = {key: self.calls.get(key, ByLayer()).get(layer, 0) for key in replays}
+        return {key: eager[key] + replays[key] for key in replays}, replays.total()
 
     def is_full(self, trains: bool = True) -> bool:
-        """Return whether no further shape can be recorded, in training or in generation."""
-        return len(self.shapes(trains)) >= SHAPES
+        """Return whether there are graphs for as many shapes of training, or static caches of generation, as one layer may have."""
+        return sum((key[-1] is None) == trains for key in {*self.recordings, *self.kept}) >= SHAPES
 
     def keep(self, key: Any, layer: nn.Module, graph: GraphedLayer) -> None:
-        """Store the graphs of a layer. If training now has graphs for more than SHAPES shapes, free those of the least used one."""
+        """Store the graphs of a layer. If it now has graphs for more than SHAPES shapes of training, drop those of the least used."""
         found: dict[Any, Any] = self.kept if isinstance(graph, KeptLayer) else self.recordings
         found.setdefault(key, ByLayer())[layer] = graph
-        if len(shapes := self.shapes()) > SHAPES:
-            least = min(shapes, key=self.uses)
+        uses, _ = self.uses(layer)
+        if len(uses) > SHAPES:
+            least = min(uses, key=uses.__getitem__)
             for recordings in (self.recordings, self.kept):
-                reset(recordings.pop(least, ByLayer()))
+                recordings.get(least, ByLayer()).pop(layer, None)
 
     def retire(self, generation: Generation) -> None:
         """Drop the graphs of all layers that belong to ``generation``."""
@@ -148,6 +142,15 @@ class Graphs:
             for layer, graph in list(layers.items()):
                 if graph.generation is generation:
                     layers.pop(layer, None)
+
+    def start_over(self, key: Any) -> None:
+        """Drop the graphs that keep activations for this key, so that all layers are recorded together in the next forward."""
+        with self.lock:
+            layers = self.kept.pop(key, ByLayer())
+            for layer, graph in list(layers.items()):
+                is_called = graph.token() is not None  # in the current forward, which calls the other layers once more
+                self.calls.setdefault(key, ByLayer())[layer] = RECORDED_AT - 1 - (not is_called)
+            reset(layers)
 
     def drop_changed(self, key: Any, layer: nn.Module) -> None:
         """Drop the recording of a layer that has changed since it was recorded."""

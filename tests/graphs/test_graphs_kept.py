@@ -16,6 +16,7 @@ from interrupts import interrupted_at_every_line
 from test_graphed_layers import LAYERS, at_the_third_call, clean, model_of, optimizer_of, tokens  # noqa: F401
 
 import nf4_patch
+from benchmarks.models import config_of
 from nf4_patch.activations.layers import Record, activations
 from nf4_patch.graphs import kept, recorder, recording, shapes
 from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
@@ -204,6 +205,19 @@ def test_without_checkpoints(way):
     assert replays
 
 
+def test_a_layer_takes_no_shape_from_another_layer(monkeypatch):
+    """Layers with a reentrant checkpoint and layers without a checkpoint have different keys for the same batch."""
+
+    def make():
+        model = model_of(True)
+        graphed.layers_of(model)[0].gradient_checkpointing = False
+        return model
+
+    monkeypatch.setattr(shapes, "SHAPES", 1)
+    replays, _ = same(plain, make)
+    assert replays == LAYERS * (STEPS - graphed.EAGER)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("at_the_third_call")
 def test_every_call_of_an_ordinary_training_keeps_its_activations():
@@ -238,6 +252,51 @@ def test_a_recording_that_was_refused_for_a_passing_reason(both, monkeypatch):
     assert found == ([0] * 5 + [LAYERS] * 2, [0] * 7 if both else [0] * 2 + [LAYERS] * 5, steps), dict(
         counters.fallbacks
     )
+
+
+@pytest.mark.usefixtures("at_the_third_call")
+def test_layers_without_checkpoints_are_recorded_as_soon_as_there_is_a_budget(monkeypatch):
+    model, recorded = model_of(), []
+    model.gradient_checkpointing_disable()
+    counters.reset()
+    with nf4_patch.enabled(graphs="auto", activations=SIZE), monkeypatch.context() as patched:
+        patched.setattr(activations, "mode", "auto")
+        for step in range(6):
+            patched.setattr(kept.spare, "waits", step < 4)
+            plain(model, None, step)
+            recorded.append(sum(map(len, graphs.kept.values())))
+    assert recorded == [0, 0, 0, 0, LAYERS, LAYERS]
+    found = {reason: n for (target, reason), n in counters.fallbacks.items() if target == graphed.TARGET}
+    assert found == {Reason.GRAPH_NEW_SHAPE: 2 * LAYERS, Reason.ACTIVATIONS_WAITING: 2 * LAYERS}
+
+
+@pytest.mark.usefixtures("at_the_third_call")
+@pytest.mark.parametrize(("checkpointed", "attempts"), [(True, (1,)), (True, (1, 2)), (False, (1,))])
+def test_a_layer_between_recorded_layers_is_recorded_with_them(checkpointed, attempts, monkeypatch):
+    """At the third call, another thread prevents the second layer's attempts. At the sixth, all layers begin again."""
+    asked = []
+
+    def others():
+        asked.append(step)
+        return "a function" if step == 2 and len(asked) - 1 in attempts else ""
+
+    if not graphed.GPU:
+        recorders.install(monkeypatch, recorders.Operations)
+    monkeypatch.setattr(recording, "others_may_use_gpu", others)
+    losses = {}
+    for options in ({}, {"graphs": "auto", "activations": SIZE}):
+        torch.manual_seed(0)
+        model, kept = model_of(config=config_of(graphed.SHAPE._replace(num_hidden_layers=4), torch.bfloat16)), []
+        if not checkpointed:
+            model.gradient_checkpointing_disable()
+        optimizer = optimizer_of(model, lr=1e-3)
+        with nf4_patch.enabled(**options):
+            for step in range(8):
+                losses[step, bool(options)] = plain(model, optimizer, step)[0].item()
+                kept.append(sum(map(len, graphs.kept.values())))
+                optimizer.step()
+    assert all(losses[step, False] == losses[step, True] for step in range(8))
+    assert kept == [0, 0, 3, 3, 3, 0, 4, 4]
 
 
 def test_whose_activations_may_be_written():
