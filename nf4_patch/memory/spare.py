@@ -4,8 +4,8 @@ After two training steps at the largest batch so far, PyTorch has reserved as mu
 then the memory that is still free, less a margin. Users get it in the order of their rank.
 
 All users give their memory back before a larger batch (more rows or longer sequences), and before the first step of another
-optimizer. They also give it back when free memory runs short, or another process starts to use the GPU. Then they wait for
-two more steps.
+optimizer. They also give it back when free memory runs short, when another process starts to use the GPU, and when
+transformers loads a model. Then they wait for two more steps.
 
 A training step is counted when the next forward pass begins, because it can have several optimizer steps (one per layer).
 """

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from ..memory.spare import spare
-from ..memory.waits import Waits
 from ..patching.counters import warn_once
 from ..patching.option import ConfigError, size_in_words
 from ..patching.switch import switch
@@ -136,7 +134,6 @@ def plan(model: Any, weights: Iterable[tuple[str, Any, int]]) -> None:
             f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free (also counting the container's limit). "
             f"To go on, {ADVICE}"
         )
-    spare.give_back(Waits.MODEL)  # Loading needs memory, and the next budget counts the new model's layers.
     pinned: dict[Place, HostBlock] = {}
     for here, resident in zip(chosen, residents, strict=True):
         for place, size in here:

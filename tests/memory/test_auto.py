@@ -308,6 +308,26 @@ def test_it_gives_back_when_a_decode_runs_out_of_memory(gpu, device):
     assert not cache.weights and not any(cache.taken.values())
 
 
+def test_it_gives_back_before_memory_is_reserved_for_another_model(gpu, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", "5.17")
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    budgets = []
+    monkeypatch.setattr(
+        transformers.modeling_utils, "is_accelerator_device", lambda device: budgets.append(cache.budget)
+    )
+    assert budget_after(2) == 9 * GIB
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert set(budgets) == {0} and nf4_patch.status().cache.waits == "MODEL"
+    assert budget_after(2) == 9 * GIB
+
+
 BESIDE = {  # the length to which the text grows, and the inputs of the forward passes for a text
     "an image in the same pass": (950, lambda text: [(inputs(1, 900, 64), {"text": [text]})]),
     "larger images in a pass of their own": (256, lambda text: [(inputs(1, 900, 32),), (text,)]),

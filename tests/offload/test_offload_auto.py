@@ -24,7 +24,7 @@ from offloaded import (
     train,
     with_lora_on_all,
 )
-from tiny_experts import CHECKPOINTING, adapters_of, ids_of, saved
+from tiny_experts import CHECKPOINTING, adapters_of, ids_of, loaded, saved
 
 import nf4_patch
 from nf4_patch.activations.layers import activations
@@ -396,6 +396,17 @@ def test_two_models(folder, patched, gpu):
     del second
     gc.collect()
     assert not prefetch.taken[CPU] and not host_memory.blocks
+
+
+def test_a_model_in_16_bits_is_loaded(folder, patched, gpu):
+    gpu.room = GIB
+    training = Training(model_of(folder))
+    training.steps(3)
+    assert prefetch.taken[CPU]
+    loaded(folder)
+    assert not prefetch.taken[CPU] and counts().waits == "MODEL"
+    training.steps(3)
+    assert len(kept()) == LAYERS
 
 
 def test_while_a_graph_is_captured_the_copies_stay(folder, patched, gpu, monkeypatch):

@@ -98,14 +98,14 @@ LIBRARY = Library(
                 function, ">= 5.17", TESTED_LOADING,
                 (parameters,), f".libraries.transformers.offload:{replace}",
                 covers,
-                option="offload", patch_copies=True,
+                option=option, patch_copies=True,
             )
-            for function, parameters, replace, covers in (
-                ("transformers.modeling_utils:caching_allocator_warmup", ("model", "expanded_device_map", "hf_quantizer"), "warm_up",
+            for function, parameters, replace, option, covers in (
+                ("transformers.modeling_utils:caching_allocator_warmup", ("model", "expanded_device_map", "hf_quantizer"), "warm_up", "",
                  "the memory that transformers reserves before it loads a model"),
                 ("transformers.core_model_loading:set_param_for_module",
                  ("model", "target_name", "param_value", "loading_info", "hf_quantizer"), "put",
-                 "moving packed weights to host memory while a model is loaded"),
+                 "offload", "moving packed weights to host memory while a model is loaded"),
             )
         ),
     ),

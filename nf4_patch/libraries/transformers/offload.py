@@ -9,21 +9,30 @@ from typing import Any
 
 import torch
 
+from ...memory.spare import spare
+from ...memory.waits import Waits
 from ...offload import planning, prefetch
-from ...offload.option import OFFLOAD
 from ...patching.locks import new_lock
 from ...patching.placement import installed
 from ...patching.replacement import Function, around
+from ...patching.targets import TARGETS
 from . import TESTED_LOADING
 
 # Without this variable, transformers reads a packed checkpoint in threads, which would fill the GPU with packed weights.
 IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+OWN = ".libraries.transformers.offload:"
 lock = new_lock()  # held while a model is loaded, because the variable and the free host memory belong to the process
 
 
 @around
 def warm_up(original: Function, model: Any, expanded_device_map: Any, hf_quantizer: Any) -> None:
-    """Replace ``caching_allocator_warmup``, which would reserve GPU memory for offloaded weights too."""
+    """Replace ``caching_allocator_warmup`` to give spare memory back first, because it reserves the memory of the whole model.
+
+    With ``offload``, reserve nothing, because offloaded weights would be counted too.
+    """
+    spare.give_back(Waits.MODEL)
+    if not prefetch.gate.on:
+        original(model, expanded_device_map, hf_quantizer)
 
 
 @around
@@ -52,7 +61,8 @@ def planned(model: Any, load_config: Any, nested: Mapping[str, bool]) -> Iterato
     if not prefetch.gate.on:
         yield
         return
-    if missing := [row.name for row in OFFLOAD.targets if row.name not in installed or installed[row.name].refusal]:
+    rows = (row for row in TARGETS if row.replace.startswith(OWN))
+    if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         raise RuntimeError(
             f"offload cannot replace {', '.join(missing)} of this release of transformers. Install transformers "
             f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
