@@ -222,6 +222,11 @@ class Spare:
         if held and not runtime.is_capturing():
             self.settle()
 
+    def before_model(self) -> None:
+        """Give memory back before a model is loaded. Loading needs memory, and the next budget counts the new model."""
+        if self.steps or not self.waits:
+            self.give_back(Waits.MODEL)
+
     def settle(self) -> None:
         """Return PyTorch's unused blocks to the driver. If activations still wait for their backward, repeat this one step later."""
         for user in self.users:

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
 from ...memory.spare import spare
-from ...memory.waits import Waits
 from ...offload import planning
 from ...patching.placement import installed
 from ...patching.replacement import around
@@ -185,7 +184,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     """Replace ``convert_and_load_state_dict_in_model`` to read stacks that were saved packed or in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    spare.give_back(Waits.MODEL)  # Loading needs memory, and the next budget counts the new model's layers.
+    spare.before_model()
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ...memory.spare import spare
-from ...memory.waits import Waits
 from ...offload import planning, prefetch
 from ...patching.locks import new_lock
 from ...patching.placement import installed
@@ -30,7 +29,7 @@ def warm_up(original: Function, model: Any, expanded_device_map: Any, hf_quantiz
 
     With ``offload``, reserve nothing, because offloaded weights would be counted too.
     """
-    spare.give_back(Waits.MODEL)
+    spare.before_model()
     if not prefetch.gate.on:
         original(model, expanded_device_map, hf_quantizer)
 
