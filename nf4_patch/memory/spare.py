@@ -82,7 +82,8 @@ class Spare:
 
     def forget(self) -> None:
         """Discard all observations of the training."""
-        self.sizes: set[Size] = set()  # of the forward passes so far
+        self.sizes: set[Size] = set()  # of the forward passes so far, except those in ``pending``
+        self.pending: set[Size] = set()  # of recorded forward passes since the latest step; some might get no backward
         self.measured: set[Size] = set()  # of these, the sizes whose memory is in ``needed``
         self.stateless: set[Size] = set()  # of the forward passes before the latest optimizer had its state
         self.latest: tuple[Any, ...] = ()  # of the latest observed tensors: shape, and whether autograd records it
@@ -140,8 +141,8 @@ class Spare:
                 self.needed[device] = max(self.needed.get(device, 0), MemoryInfo.of(device).reserved)
         if optimizer not in self.optimizers:
             self.give_back(Waits.OPTIMIZER)
-            self.stateless |= self.sizes
-            self.sizes, self.measured = set(), set()
+            self.stateless |= self.sizes | self.pending
+            self.sizes, self.measured, self.pending = set(), set(), set()
             self.optimizers[optimizer] = self.trains = True  # last, so that the next call repeats an interrupted one
 
     def after_step(self, *_: Any) -> None:
@@ -166,18 +167,19 @@ class Spare:
             self.forget()
             self.give_back(Waits.TRAINING)
         if self.stepped and backward_in_progress() == -1:  # not in the recompute of a checkpoint
-            self.stepped = False
+            self.stepped, self.pending = False, set()
             self.steps += 1
             if self.waits and self.unsettled:
                 self.settle()
                 if not self.unsettled:  # memory of earlier steps was returned, so their sizes have to be measured again
                     self.steps, self.sizes = 1, {*self.measured}
         shapes = tuple((x.shape, is_recorded(x)) for x in found)
-        if shapes != self.latest or not self.sizes:
+        if shapes != self.latest or self.pending or not self.sizes:
             sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
             if sizes:
                 features, rows, lengths = zip(*sizes, strict=True)
-                self.before_batch((features[0], any(map(is_recorded, found)), max(rows), max(lengths)))
+                recorded = next(filter(is_recorded, found), None)
+                self.before_batch((features[0], recorded is not None, max(rows), max(lengths)), recorded)
             self.latest = shapes
         if self.waits and self.steps >= STEPS:
             self.take()
@@ -185,17 +187,31 @@ class Spare:
             self.next_look = time.monotonic() + SECONDS
             self.look()
 
-    def before_batch(self, size: Size) -> None:
+    def before_batch(self, size: Size, recorded: torch.Tensor | None) -> None:
         """Give memory back, unless an earlier batch was at least as large, both in rows and in sequence length.
 
-        Only batches with the same number of features are compared, because images and text differ in this number. An
-        evaluation does not show how much memory a training step needs.
+        Only batches with the same number of features are compared, because images and text differ in this number. Neither an
+        evaluation nor a forward pass without a backward shows how much memory a training step needs.
+
+        Args:
+            recorded: an input that autograd records, or None.
         """
-        if not is_covered(size, self.sizes):
-            # A size in ``stateless`` needs no second step, because the optimizer has its state.
-            if self.unsettled or self.steps >= STEPS or not is_covered(size, self.stateless):
-                self.give_back(Waits.BATCH, *size[2:])
+        if is_covered(size, self.sizes):
+            return
+        # A size in ``stateless`` needs no second step, because the optimizer has its state.
+        needs_step = self.unsettled or self.steps >= STEPS or not is_covered(size, self.stateless)
+        if needs_step and not is_covered(size, self.pending):
+            self.give_back(Waits.BATCH, *size[2:])
+        if recorded is None:
             self.sizes.add(size)  # last, so that the next call repeats an interrupted one
+        else:
+            recorded.register_hook(lambda _gradient: self.trained(size))
+            self.pending.add(size)
+
+    def trained(self, size: Size) -> None:
+        """Note that the backward of a forward pass of this size runs."""
+        if size in self.pending:
+            self.sizes.add(size)
 
     def look(self) -> None:
         """Give memory back if free memory runs short, or if another process has started to use the GPU."""

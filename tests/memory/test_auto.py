@@ -384,6 +384,26 @@ def test_a_batch_that_was_seen_only_without_the_optimizers_state_is_measured_aga
     assert cache.budget == 9 * GIB
 
 
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_a_forward_without_a_backward_does_not_show_what_a_step_needs(gpu, monkeypatch, has_backward):
+    """It might have been interrupted."""
+    monkeypatch.setattr(runtime, "DEVICE", "cpu")
+
+    def step(length, has_backward=True):
+        x = torch.zeros(1, length, 4, requires_grad=True) * 1
+        cache.auto.observe(x)
+        if has_backward:
+            x.sum().backward()
+
+    for length, whole in ((8, True), (16, has_backward), (8, True), (8, True)):
+        step(length, whole)
+        ADAM.step()
+    step(8)
+    assert cache.budget == 9 * GIB
+    step(16)
+    assert (cache.budget == 0) is not has_backward
+
+
 def test_a_batch_whose_memory_was_returned_to_the_driver_is_measured_again(gpu):
     """Memory of a user was in use before the batch, and was freed in its backward. Then PyTorch's unused memory is returned."""
     known, _ = gpu
