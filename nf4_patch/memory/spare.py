@@ -205,7 +205,8 @@ class Spare:
         if recorded is None:
             self.sizes.add(size)  # last, so that the next call repeats an interrupted one
         else:
-            recorded.register_hook(lambda _gradient: self.trained(size))
+            # not a hook on the tensor, of which ``torch.save`` would warn
+            recorded.grad_fn.register_prehook(lambda _gradients: self.trained(size))  # type: ignore[union-attr]
             self.pending.add(size)
 
     def trained(self, size: Size) -> None:

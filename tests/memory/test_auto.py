@@ -392,6 +392,7 @@ def test_a_forward_without_a_backward_does_not_show_what_a_step_needs(gpu, monke
     def step(length, has_backward=True):
         x = torch.zeros(1, length, 4, requires_grad=True) * 1
         cache.auto.observe(x)
+        assert not x._backward_hooks  # torch.save would warn of a hook
         if has_backward:
             x.sum().backward()
 
