@@ -73,11 +73,6 @@ class Keeper:
         top = self.top()
         return top is not None and top.key == key and self.is_open()
 
-    def shuts_out(self, key: Any) -> bool:
-        """Return whether earlier layers with this key wait for their backward, and no layer can be recorded after them."""
-        top = self.top()
-        return top is not None and top.alive and top.key == key and not self.is_open()
-
     def begin(self) -> Generation:
         """Return the generation that the next recorded layer joins.
 
@@ -96,8 +91,7 @@ class Keeper:
 
         The layer's backward is assumed to need as many bytes again.
         """
-        top = self.top()
-        used = 0 if top is None else top.generation.nbytes
+        used = 0 if self.top() is None else self.generation.nbytes
         grows = max(used + 2 * held - self.counted, 0)
         return not grows or activations.taken.get(self.recorder.device, 0) + grows <= activations.budget
 

@@ -28,7 +28,7 @@ from .calls import (
 from .capture import GraphedLayer
 from .kept import KeptLayer, has_room_to_keep, is_measured, may_record, why_not_kept
 from .option import WAIT_FOR_PYTHON
-from .recording import key_of, may_be_captured, recorded
+from .recording import key_of, recorded
 from .refusal import Refused
 from .replay import Call, replay, replay_kept, replay_on_host, step, stream_of
 from .shapes import RECORDED_AT, graphs, is_due
@@ -77,18 +77,9 @@ def graph_for(call: LayerCall, layer_call: Function) -> tuple[GraphedLayer | Ref
     if kept is not None and kept.may_forward():
         return kept, None
     graph = graphs.recording(key, layer) if call.may_recompute else None
-    kept_key = key_of(call, True)
-    if why is None and kept is None and keeper is not None and keeper.shuts_out(key) and has_room_to_keep(call, keeper):
-        # Earlier layers were recorded without this one, for example while another thread ran.
-        graphs.put_off(kept_key, layer)
-        if graphs.is_due_again(kept_key, layer) and may_be_captured(call):
-            graphs.start_over(key)
-            if graph is None:
-                return Refused(Reason.GRAPH_NEW_SHAPE, ""), why
-            graphs.uncount(kept_key, layer)  # so that it is due in the next forward
     keeps = why is None and may_record(keeper, key, kept is not None)
     if graph is not None:
-        keeps = keeps and graphs.is_due_again(kept_key, layer)
+        keeps = keeps and graphs.is_due_again(key_of(call, True), layer)
     elif (reason := why_not_now(call, why)) is not None:
         return reason, why
     if keeps and has_room_to_keep(call, keeper):

@@ -170,13 +170,6 @@ def in_the_peak(call: LayerCall, keeper: Keeper | None) -> tuple[int, int]:
     return count * call.x.nbytes if call.checkpoint.offloads else 0, 0
 
 
-def may_be_captured(call: LayerCall) -> bool:
-    """Return whether nothing is known that prevents a recording of the layer with kept activations now."""
-    if graphs.refusal(key_of(call, True), call.layer) is not None:
-        return False
-    return why_not_captured(call.layer, graphs.fingerprint_of(call.layer) or Fingerprint(call.layer)) is None
-
-
 def why_not_captured(layer: nn.Module, fingerprint: Fingerprint) -> Refused | None:
     if graphs.is_shared(layer):
         return Refused(Reason.GRAPH_REUSED, "another layer holds one of its trained parameters")

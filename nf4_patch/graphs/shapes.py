@@ -143,15 +143,6 @@ class Graphs:
                 if graph.generation is generation:
                     layers.pop(layer, None)
 
-    def start_over(self, key: Any) -> None:
-        """Drop the graphs that keep activations for this key, so that all layers are recorded together in the next forward."""
-        with self.lock:
-            layers = self.kept.pop(key, ByLayer())
-            for layer, graph in list(layers.items()):
-                is_called = graph.token() is not None  # in the current forward, which calls the other layers once more
-                self.calls.setdefault(key, ByLayer())[layer] = RECORDED_AT - 1 - (not is_called)
-            reset(layers)
-
     def drop_changed(self, key: Any, layer: nn.Module) -> None:
         """Drop the recording of a layer that has changed since it was recorded."""
         self.recordings.get(key, ByLayer()).pop(layer, None)  # another thread may drop all graphs

@@ -22,7 +22,7 @@ from nf4_patch.graphs import kept, recorder, recording, shapes
 from nf4_patch.graphs.kept import Generation, Keeper, KeptLayer, Token
 from nf4_patch.graphs.layers import graphs
 from nf4_patch.graphs.recorder import Recorder
-from nf4_patch.graphs.refusal import Refusal
+from nf4_patch.graphs.refusal import Refusal, Refused
 from nf4_patch.memory.spare import MemoryInfo
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
@@ -271,32 +271,22 @@ def test_layers_without_checkpoints_are_recorded_as_soon_as_there_is_a_budget(mo
 
 
 @pytest.mark.usefixtures("at_the_third_call")
-@pytest.mark.parametrize(("checkpointed", "attempts"), [(True, (1,)), (True, (1, 2)), (False, (1,))])
-def test_a_layer_between_recorded_layers_is_recorded_with_them(checkpointed, attempts, monkeypatch):
-    """At the third call, another thread prevents the second layer's attempts. At the sixth, all layers begin again."""
-    asked = []
+def test_a_layer_that_is_refused_again_leaves_the_graphs_of_the_others_alone(monkeypatch):
+    """The second of three layers is refused for a passing Reason. The others are recorded once."""
+    tried, made = [], recording.made
 
-    def others():
-        asked.append(step)
-        return "a function" if step == 2 and len(asked) - 1 in attempts else ""
+    def refusing(call, *others):
+        tried.append((step, layers.index(call.layer)))
+        return Refused(Reason.GRAPH_ARGUMENTS, "") if call.layer is layers[1] else made(call, *others)
 
-    if not graphed.GPU:
-        recorders.install(monkeypatch, recorders.Operations)
-    monkeypatch.setattr(recording, "others_may_use_gpu", others)
-    losses = {}
-    for options in ({}, {"graphs": "auto", "activations": SIZE}):
-        torch.manual_seed(0)
-        model, kept = model_of(config=config_of(graphed.SHAPE._replace(num_hidden_layers=4), torch.bfloat16)), []
-        if not checkpointed:
-            model.gradient_checkpointing_disable()
-        optimizer = optimizer_of(model, lr=1e-3)
-        with nf4_patch.enabled(**options):
-            for step in range(8):
-                losses[step, bool(options)] = plain(model, optimizer, step)[0].item()
-                kept.append(sum(map(len, graphs.kept.values())))
-                optimizer.step()
-    assert all(losses[step, False] == losses[step, True] for step in range(8))
-    assert kept == [0, 0, 3, 3, 3, 0, 4, 4]
+    monkeypatch.setattr(recording, "made", refusing)
+    model = model_of(config=config_of(graphed.SHAPE._replace(num_hidden_layers=3), torch.bfloat16))
+    model.gradient_checkpointing_disable()
+    layers = list(graphed.layers_of(model))
+    with nf4_patch.enabled(graphs="auto", activations=SIZE):
+        for step in range(13):
+            plain(model, None, step)
+    assert tried == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_whose_activations_may_be_written():
