@@ -104,9 +104,10 @@ def why_not_now(call: LayerCall, why: Reason | None) -> Refused | None:
         return Refused(Reason.GRAPH_SLOW_GPU, "")
     if graphs.leaving:  # a recording would find too little memory
         return Refused(Reason.GRAPH_NEW_SHAPE, "")
-    graphs.claim(layer)
     calls, keeper = graphs.count(key, layer), graphs.keepers.get(device)
     due = is_due(calls) or (calls >= RECORDED_AT and keeper is not None and keeper.continues(key))
+    if due or graphs.claims(key, layer):
+        graphs.claim(layer)
     if due and why is Reason.ACTIVATIONS_WAITING and not (call.may_recompute and is_measured(call)):
         graphs.uncount(key, layer)
         return Refused(why, "")

@@ -69,7 +69,9 @@ class Graphs:
         self.keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
         # keepers of dropped graphs whose activations still wait for their backward; nothing is recorded until they are freed
         self.leaving: weakref.WeakSet[Keeper] = weakref.WeakSet()
-        self.holders = WeakIdKeyDictionary(ref_type=OwnRef)  # for each trained parameter: the layers that hold it
+        # for each trained parameter: the layers that held it at their latest ``claim``
+        self.holders = WeakIdKeyDictionary(ref_type=OwnRef)
+        self.claimed = weakref.WeakSet[nn.Module]()  # every layer that made a ``claim``
         self.largest: dict[int, int] = {}  # most elements of a layer's input so far, by device
         self.had_budget = False  # whether ``cache="auto"`` had a budget at the latest call of a layer
         self.lock = threading.RLock()  # held during a capture
@@ -262,6 +264,13 @@ class Graphs:
 
     # --- parameters ---
 
+    def claims(self, key: Any, layer: nn.Module) -> bool:
+        """Return whether a layer must ``claim`` its parameters in an eager call with this key, although it is not recorded now.
+
+        If no layer has graphs for this key, all layers of the batch run eagerly, and nobody has to know what they share.
+        """
+        return key in self.recordings or key in self.kept or layer not in self.claimed
+
     def claim(self, layer: nn.Module) -> None:
         """Store the layer as a holder of its trained parameters. Drop the graphs of all layers that share one of these parameters."""
         with self.lock:
@@ -273,6 +282,7 @@ class Graphs:
                 for recordings in [*self.recordings.values(), *self.kept.values()] if len(holders) > 1 else ():
                     for other in holders:
                         recordings.pop(other, None)
+            self.claimed.add(layer)
 
     def is_shared(self, layer: nn.Module) -> bool:
         """Return whether the layer holds a trained parameter twice, or another layer holds it too.
@@ -281,11 +291,11 @@ class Graphs:
         differently.
         """
         parameters = [parameter for _, _, parameter in trained_places(layer)]
-        if len({*map(id, parameters)}) < len(parameters):
-            return True
-        others = {other for p in parameters for other in self.holders.get(p, ()) if other is not layer}
         held = {*map(id, parameters)}
-        return any(id(p) in held for other in others for p in other.parameters())
+        if len(held) < len(parameters):
+            return True
+        # not ``holders``, because a layer might have got a parameter since its ``claim``
+        return any(id(p) in held for other in list(self.claimed) if other is not layer for p in other.parameters())
 
     def uncount(self, key: Any, layer: nn.Module) -> None:
         """Undo the last ``count``."""

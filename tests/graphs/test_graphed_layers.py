@@ -1451,6 +1451,22 @@ def test_when_a_shape_is_recorded(at_the_third_call):
     assert compared(model_of)["replays"] == LAYERS * (STEPS - 2)
 
 
+def test_a_call_of_a_shape_without_graphs_searches_for_no_shared_parameters(monkeypatch):
+    """Such calls are frequent if lengths vary. Only a layer's first call searches, and calls that record."""
+    searched = []
+
+    def search(layer):
+        searched.append(step)
+        return capture.trained_places(layer)
+
+    monkeypatch.setattr(shapes_module, "trained_places", search)
+    model = model_of()
+    with nf4_patch.enabled(graphs="auto"):
+        for step, length in enumerate([8, 16, 24, 8, 24, 32]):
+            loss_of(model, step, length).backward()
+    assert {*searched} == {0, 3, 4}
+
+
 def shapes_after(lengths, activations, monkeypatch):
     """Train with these lengths, and record layers at the second call.
 

@@ -285,6 +285,20 @@ def test_a_layer_that_is_called_twice_before_its_backward():
     assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
 
 
+@pytest.mark.parametrize("step", [0, EAGER])
+def test_layers_that_come_to_share_a_parameter(step):
+    """At the latest before the call that records the first layer, the second layer gets one of its parameters."""
+
+    def step_of(model, optimizer, now):
+        first, second, _ = layers_of(model)
+        if now == step:
+            second.mlp.up_proj.lora_A["default"].weight = first.mlp.up_proj.lora_A["default"].weight
+        return graphed.backward(loss_of(model, now, 8)) + graphed.backward(loss_of(model, 50 + now))
+
+    found = compared(lambda: model_of(True, config=THREE_LAYERS), step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE", "GRAPH_REUSED"} and found["replays"] == 2 * (STEPS - EAGER)
+
+
 @pytest.mark.parametrize("activations", ["off", "64GiB"])
 @pytest.mark.parametrize("lengths", [(16, 16), (16, 24)], ids=str)
 def test_two_forwards_of_one_loss_under_a_reentrant_checkpoint(lengths, activations):
