@@ -77,6 +77,9 @@ def key_of(call: LayerCall, keeps: bool) -> Any:
 
 def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer | Refused:
     layer = call.layer
+    is_first = call.trains and call.key not in graphs.recordings and call.key not in graphs.kept
+    if is_first:
+        graphs.claim_again()
     fingerprint = graphs.fingerprint_of(layer) or Fingerprint(layer)
     if (refused := why_not_captured(layer, fingerprint)) is not None:
         return refused
@@ -86,7 +89,6 @@ def captured(call: LayerCall, layer_call: Function, keeps: bool) -> GraphedLayer
     except Refusal as refusal:
         return refusal.refused
     with graphs.lock:
-        is_first = call.trains and call.key not in graphs.recordings and call.key not in graphs.kept
         while True:
             recorder = None
             try:

@@ -284,6 +284,11 @@ class Graphs:
                         recordings.pop(other, None)
             self.claimed.add(layer)
 
+    def claim_again(self) -> None:
+        """Repeat every ``claim``, because a layer might have got a parameter since then."""
+        for layer in list(self.claimed):
+            self.claim(layer)
+
     def is_shared(self, layer: nn.Module) -> bool:
         """Return whether the layer holds a trained parameter twice, or another layer holds it too.
 
@@ -291,11 +296,11 @@ class Graphs:
         differently.
         """
         parameters = [parameter for _, _, parameter in trained_places(layer)]
-        held = {*map(id, parameters)}
-        if len(held) < len(parameters):
+        if len({*map(id, parameters)}) < len(parameters):
             return True
-        # not ``holders``, because a layer might have got a parameter since its ``claim``
-        return any(id(p) in held for other in list(self.claimed) if other is not layer for p in other.parameters())
+        others = {other for p in parameters for other in self.holders.get(p, ()) if other is not layer}
+        held = {*map(id, parameters)}
+        return any(id(p) in held for other in others for p in other.parameters())
 
     def uncount(self, key: Any, layer: nn.Module) -> None:
         """Undo the last ``count``."""
