@@ -16,7 +16,7 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.weight import PackedWeight
 from . import guards, op
 from .context import keep_dynamo_out, plain_methods, returns_tensors, watched, watched_trace
-from .counters import HitCounter, counters
+from .counters import counters
 from .originals import PASSED_ON
 from .quant_state import fields_of, new
 from .reasons import Reason
@@ -210,15 +210,12 @@ class Dequantizer:
             launch = launches.remembered(weight)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counters[self] = self.counter_of(weight)
-        return launch
-
-    def counter_of(self, weight: PackedWeight) -> HitCounter:
-        counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
+        counter = counters.of(self.target, weight.shape, str(weight.dtype))
         # Only parameters count as weights, not copies of packed bytes, such as those of the chosen experts of a stack.
         if isinstance(weight.owner(), torch.nn.Parameter):
             counter.addresses.add(weight.packed.data_ptr())
-        return counter
+        launch.counters[self] = counter
+        return launch
 
     def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
         """Dequantize by calling the custom op, so that active dispatch modes see the call. The call is not counted as a hit."""
