@@ -30,10 +30,10 @@ from .refusal import Refused
 RECORDED_AT = 3  # A layer is recorded at its third call with a shape.
 # A layer has recordings for SHAPES shapes of training. As many static caches have recordings. At most SEEN other shapes are counted.
 SHAPES, SEEN = 16, 1024
-# Recording a layer takes as much time as PRICE replays save. The first CREDIT shapes of a layer in training are recorded at
-# once, each further one when the layer's replays have saved the time for it, or could have saved it in the eager calls with this
-# shape. So rare shapes cost little, and frequent ones get graphs although rare ones came first.
-CREDIT, PRICE = 8, 6
+# Recording a layer takes about half as much time as PRICE replays save. The first CREDIT shapes of a layer in training are recorded
+# at once, each further one after PRICE more replays of the layer, or at PRICE eager calls with this shape. So at most half of
+# the saved time is spent again, and frequent shapes get graphs although rare ones came first.
+CREDIT, PRICE = 8, 12
 
 ByLayer = weakref.WeakKeyDictionary
 
