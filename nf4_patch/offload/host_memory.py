@@ -61,7 +61,7 @@ class Cuda:
         whose unpinning was interrupted.
         """
         self.pending[host.data_ptr()] = host, device
-        if torch.cuda.is_current_stream_capturing():
+        if runtime.is_capturing():
             return
         for address, (_, place) in list(self.pending.items()):
             torch.cuda.synchronize(place)  # a kernel may still be reading the memory

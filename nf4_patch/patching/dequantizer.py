@@ -210,7 +210,7 @@ class Dequantizer:
             launch = launches.remembered(weight)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        counter = counters.of(self.target, weight.shape, str(weight.dtype))
+        counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
         # Only parameters count as weights, not copies of packed bytes, such as those of the chosen experts of a stack.
         if isinstance(weight.owner(), torch.nn.Parameter):
             counter.addresses.add(weight.packed.data_ptr())

@@ -470,7 +470,6 @@ def test_an_interrupt_while_host_memory_is_unpinned(monkeypatch, interrupted):
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", functools.partial(act, "synchronize"))
     cudart = SimpleNamespace(cudaHostUnregister=functools.partial(act, "cudaHostUnregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
