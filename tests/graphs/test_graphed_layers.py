@@ -1406,15 +1406,17 @@ def test_graphs_of_a_freed_model_or_static_cache_make_room(monkeypatch):
     monkeypatch.setattr(graphs, "recordings", {})
     layer, owner = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     freed = []
-    graph = SimpleNamespace(recorder=SimpleNamespace(lock=threading.Lock()), reset=lambda: freed.append(1))
+    lock = SimpleNamespace(lock=threading.Lock())
+    graph = SimpleNamespace(recorder=lock, reset=lambda: freed.append(1), replays=1)
     generates = ("generates", weakref.ref(owner))  # the static cache
     for key in (("trains", None), generates):
         graphs.recordings[key] = shapes_module.ByLayer({layer: graph})
-        assert graphs.has_room(key) and not graphs.has_room(("another", key[-1]))
+        assert not graphs.has_room(("another", key[-1]), layer)
     del owner
-    assert graphs.has_room(("another", weakref.ref(graphs))) and generates not in graphs.recordings and freed == [1]
+    another = ("another", weakref.ref(graphs))
+    assert graphs.has_room(another, layer) and generates not in graphs.recordings and freed == [1]
     del layer
-    assert graphs.has_room(("another", None)) and not graphs.recordings
+    assert graphs.has_room(("another", None), torch.nn.Linear(1, 1)) and not graphs.recordings
 
 
 def test_the_fingerprint_of_any_recording_that_holds(monkeypatch):
