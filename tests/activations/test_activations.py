@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -513,6 +514,31 @@ def test_a_layer_that_changes_a_buffer_recomputes():
     measured(model)
     loss_of(model, batch()).backward()
     assert layers_of(model)[1].mlp.calls == 4
+    assert status().kept == LAYERS - 1 and status().why == {"ACTIVATIONS_LAYER": 1}
+
+
+def test_a_layer_whose_result_has_another_class_recomputes():
+    """Nothing says when activations behind such a result are freed."""
+    model = model_of()
+    kind = type(layers_of(model)[1])
+
+    class Boxing(kind):
+        def forward(self, *args, **kwargs):
+            return SimpleNamespace(y=super().forward(*args, **kwargs))
+
+    class Unboxing(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args, **kwargs):
+            return self.layer(*args, **kwargs).y
+
+    layers_of(model)[1].__class__ = Boxing
+    layers_of(model)[1] = Unboxing(layers_of(model)[1])
+    measured(model)
+    for _ in range(2):
+        loss_of(model, batch()).backward()
     assert status().kept == LAYERS - 1 and status().why == {"ACTIVATIONS_LAYER": 1}
 
 

@@ -276,6 +276,15 @@ def test_a_cache_that_is_too_short():
         assert_same(found, generated(model, past_key_values=fits, cache_implementation=None))
 
 
+def test_a_token_without_a_graph_takes_room_in_the_cache_too(monkeypatch):
+    """The prompt has six tokens, and the third step runs eagerly, so the cache is full at the fifth."""
+    model, eager = model_of(), iter([False, False, True])
+    monkeypatch.setattr(steps, "is_compiling", lambda: next(eager, False))
+    static_cache = transformers.StaticCache(config=model.config, max_cache_len=10)
+    with nf4_patch.enabled(graphs="auto"), pytest.raises(ValueError, match=r"the static cache is full.*max_cache_len"):
+        generated(model, past_key_values=static_cache, cache_implementation=None)
+
+
 # --- between two tokens ---
 
 

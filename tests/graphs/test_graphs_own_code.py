@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextvars
+import functools
 import gc
+import sys
 import warnings
 import weakref
 from functools import partial
@@ -19,8 +21,16 @@ from alternation import crossed, thinned
 from packaging.version import Version
 from test_graphed_layers import DEVICE, EAGER, LAYERS, SHAPE, STEPS, compared, layers_of, loss_of, model_of
 
+from nf4_patch.graphs import fingerprint as fingerprint_module
 from nf4_patch.graphs.fingerprint import Fingerprint
-from nf4_patch.graphs.own_code import VARIABLES, held_by, is_library, is_library_file
+from nf4_patch.graphs.own_code import (
+    VARIABLES,
+    functions_in,
+    held_by,
+    hooks_on_activations,
+    is_library,
+    is_library_file,
+)
 from nf4_patch.patching.checkpoint import checkpoint_of, setting
 
 clean = graphed.clean
@@ -191,6 +201,29 @@ def test_what_compares_as_equal(change, monkeypatch):
     assert not fingerprint.holds()
 
 
+def test_a_write_into_a_tensor_on_the_host(monkeypatch):
+    """A graph on a GPU does not read such a tensor again."""
+    mlp = layers_of(model_of())[0].mlp
+    mlp.act_fn = graphed.REMOTE.Factors(SHAPE.intermediate_size, DEVICE)
+    mlp.act_fn.tensor = torch.ones(2)
+    monkeypatch.setattr(fingerprint_module, "runs_on", lambda tensor: tensor is not mlp.act_fn.tensor)
+    fingerprint = Fingerprint(mlp)
+    assert fingerprint.holds()
+    mlp.act_fn.tensor.mul_(2)
+    assert not fingerprint.holds()
+
+
+def test_lists_and_dicts_that_a_warm_up_changed_are_restored():
+    mlp = layers_of(model_of())[0].mlp
+    act = mlp.act_fn = graphed.REMOTE.Factors(SHAPE.intermediate_size, DEVICE)
+    fingerprint, values = Fingerprint(mlp), act.lists["default"]
+    values.append(2.0)
+    act.lists["another"] = [3.0]
+    assert not fingerprint.holds()
+    fingerprint.restore()
+    assert act.lists == {"default": [1.0]} and act.lists["default"] is values and fingerprint.holds()
+
+
 def test_an_attribute_that_a_config_gets():
     model = model_of()
     fingerprint = Fingerprint(layers_of(model)[0])
@@ -228,6 +261,16 @@ def test_what_only_pytorch_imports_is_not_searched():
     layer.mlp.forward = torch.compile(layer.mlp.forward)
     found = {function.__module__.partition(".")[0] for function in Fingerprint(layer).code.replaceable}
     assert "transformers" in found and not found & {"sympy", "mpmath", "numpy"}
+
+
+def test_every_hook_on_an_activation_is_noticed():
+    y, before = torch.ones(1, requires_grad=True) * 2, sys.getprofile()
+    for put in (y.register_hook, y.grad_fn.register_hook, y.grad_fn.register_prehook, lambda _: y.retain_grad()):
+        with hooks_on_activations() as found:
+            y.exp()
+            assert not found
+            put(lambda *gradients: None)
+        assert found and sys.getprofile() is before
 
 
 @pytest.mark.full
@@ -312,6 +355,19 @@ def test_two_forwards_of_one_loss_under_a_reentrant_checkpoint(lengths, activati
     assert found["replays"] and "GRAPH_REUSED" in found["reasons"]
 
 
+def test_a_loss_that_is_kept_after_its_backward():
+    """Its autograd graph is not freed. But no call of a layer waits for its backward."""
+    kept = []
+
+    def step_of(model, optimizer, step):
+        kept.append(loss_of(model, step))
+        kept[-1].backward(retain_graph=True)
+        return [kept[-1].item()]
+
+    found = compared(lambda: model_of(True), step_of)
+    assert found["reasons"] == {"GRAPH_NEW_SHAPE"} and found["replays"] == LAYERS * (STEPS - EAGER)
+
+
 # --- num_items_in_batch ---
 
 
@@ -364,6 +420,10 @@ def test_the_checkpoint_of_offload():
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     found = checkpoint_of(layers_of(model)[0]._gradient_checkpointing_func)
     assert found.saves_on_host and not found.reentrant
+
+
+def test_a_function_behind_a_cache_of_its_results():
+    assert [*functions_in(functools.lru_cache(with_default))] == [with_default]
 
 
 def test_a_function_that_holds_itself():

@@ -204,9 +204,9 @@ OWN = {
     "replaced": (Replaced, lambda each: processors(each())),
     "synth": (Synth, lambda each: processors(each())),
     "criterion": (Criterion, lambda each: {"stopping_criteria": transformers.StoppingCriteriaList([each])}),
-    "processor": (Processor, lambda each: {"logits_processor": transformers.LogitsProcessorList([each])}),
-    "prefix": (Prefix, lambda each: {"prefix_allowed_tokens_fn": each}),
     "streamer": (Counting, lambda each: {"streamer": each, "batch": 1}),
+    "prefix": (Prefix, lambda each: {"prefix_allowed_tokens_fn": each}),
+    "processor": (Processor, lambda each: {"logits_processor": transformers.LogitsProcessorList([each])}),
 }
 
 

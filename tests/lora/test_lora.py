@@ -642,6 +642,16 @@ def test_a_mixed_batch_is_peft_s(device):
     assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
 
 
+def test_a_weight_in_the_layout_for_cpu_kernels_is_peft_s(device):
+    """No kernel of nf4_patch reads this layout, and bitsandbytes' own functions for GPUs misread it."""
+    model, x = adapted(device), inputs(device)
+    layer_of(model).base_layer.weight.quant_state.packing_format_for_cpu = True
+    nf4_patch.enable(lora="fused")
+    with contextlib.suppress(Exception):
+        model(x)
+    assert fallbacks(TARGET) == {Reason.CPU_PACKING: 1} and not counters.uses_of("lora").hits
+
+
 @pytest.mark.full
 def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     """torch.compile makes a single graph, without a break or a recompilation, bit-identical to compiled peft."""

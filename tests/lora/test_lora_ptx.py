@@ -24,10 +24,10 @@ CASES = (
     (SmallMConfig(1, 1, 8, True, 1), 3, 40, 2048, 16, 3, False, False),
     (SmallMConfig(1, 1, 8, True, 1), 3, 40, 2048, 8, 16, True, True),
     (SmallMConfig(2, 1, 4, True, 1, prefetch_depth=2), 8, 70, 1280, 32, 2, False, True),
-    (SmallMConfig(2, 2, 2, False, 1, split_k=True), 20, 60, 832, 20, 1, True, True),
     (SmallMConfig(2, 1, 8, False, 1), 33, 65, 512, 4, 5, False, False),
     (SmallMConfig(2, 1, 8, False, 1), 64, 33, 512, 32, 2, True, False),  # half the room for partial sums
     (SmallMConfig(1, 4, 1, False, 1), 30, 67, 320, 64, 1, True, False),
+    (SmallMConfig(2, 2, 2, False, 1, split_k=True), 20, 60, 832, 20, 1, True, True),
 )
 
 
@@ -38,7 +38,7 @@ def adapter_of(m, n, rank, parts, wide, generator):
     return torch.nn.functional.pad(inner, (0, -rank % 16)), b if wide else b.bfloat16()
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=lambda case: "-".join(map(str, (case[1:]))))
 def test_it_adds_the_adapter(case):
     """The error against fp64 is no greater than peft's. peft rounds the base product, the adapter's product and their sum."""

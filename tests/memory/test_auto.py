@@ -328,6 +328,13 @@ def test_it_gives_back_before_memory_is_reserved_for_another_model(gpu, tmp_path
     assert budget_after(2) == 9 * GIB
 
 
+def test_a_step_before_a_model_is_loaded_does_not_count(gpu):
+    assert budget_after(1) == 0
+    auto.spare.before_model()
+    assert nf4_patch.status().cache.waits == "MODEL"
+    assert [budget_after(1), budget_after(1)] == [0, 9 * GIB]
+
+
 BESIDE = {  # the length to which the text grows, and the inputs of the forward passes for a text
     "an image in the same pass": (950, lambda text: [(inputs(1, 900, 64), {"text": [text]})]),
     "larger images in a pass of their own": (256, lambda text: [(inputs(1, 900, 32),), (text,)]),
@@ -403,6 +410,27 @@ def test_a_forward_without_a_backward_does_not_show_what_a_step_needs(gpu, monke
     assert cache.budget == 9 * GIB
     step(16)
     assert (cache.budget == 0) is not has_backward
+
+
+def test_a_batch_in_whose_backward_an_optimizer_makes_its_state_is_measured_again(gpu, monkeypatch):
+    """The first step of the optimizer comes before the backward reaches the input."""
+    monkeypatch.setattr(runtime, "DEVICE", "cpu")
+    new = optimizer()
+
+    def forward(length):
+        x = torch.zeros(1, length, 4, requires_grad=True) * 1
+        cache.auto.observe(x)
+        return x * 1
+
+    result = forward(16)
+    result.register_hook(lambda _: new.step())
+    result.sum().backward()
+    forward(8).sum().backward()
+    new.step()
+    forward(8)
+    assert cache.budget == 9 * GIB
+    forward(16)
+    assert cache.budget == 0 and nf4_patch.status().cache.waits == "BATCH"
 
 
 def test_a_batch_whose_memory_was_returned_to_the_driver_is_measured_again(gpu):

@@ -426,6 +426,15 @@ def test_a_copy_of_experts_in_16_bits_is_pefts(how, stock):
     assert any("modules_to_save" in name for name in step(with_lora(model, **changes)))
 
 
+def test_a_mixed_batch_is_pefts():
+    """peft refuses ``adapter_names`` for adapters on experts."""
+    model = with_lora(model_of("qwen3", lora=False)).eval()
+    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    x, experts = torch.randn(4, model.config.hidden_size), torch.zeros(4, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="mixed adapter batches"):
+        wrapper(x.to(DEVICE), experts.to(DEVICE), torch.ones(4, 1, device=DEVICE), adapter_names=["default"] * 4)
+
+
 def test_experts_that_run_before_others_are_asked():
     """A hook on the experts runs another model without adapters. The first model's waiting adapters do not apply to it."""
     model, other, found = with_lora(model_of("qwen3", lora=False)), model_of("qwen3", lora=False), []
