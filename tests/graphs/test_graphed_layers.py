@@ -1462,6 +1462,7 @@ def test_a_call_of_a_shape_without_graphs_searches_for_no_shared_parameters(monk
         return capture.trained_places(layer)
 
     monkeypatch.setattr(shapes_module, "trained_places", search)
+    record_at(2, monkeypatch)
     model = model_of()
     with nf4_patch.enabled(graphs="auto"):
         for step, length in enumerate([8, 16, 24, 8, 24, 32]):
