@@ -15,7 +15,7 @@ from .options import OPTIONS, ActivationsStatus, CacheStatus, GraphsStatus, Matm
 from .patching.config import keeps_off
 from .patching.counters import counters
 from .patching.effects import Effect, effects, explain, is_idle, line
-from .patching.placement import installed
+from .patching.placement import installed, unsupported
 from .patching.reasons import Reason
 from .patching.state import State
 from .patching.switch import switch
@@ -23,7 +23,8 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
-TROUBLES = State.WRAPPED, State.DISPLACED, State.REFUSED  # a printed status lists each target in these states
+UNREPLACED = State.DISPLACED, State.REFUSED
+TROUBLES = State.WRAPPED, *UNREPLACED  # a printed status lists each target in these states
 ROWS = {target.name: target for target in TARGETS}
 
 
@@ -33,7 +34,7 @@ class TargetStatus:
     state: State
     hits: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)  # by the Reason's name
-    message: str = ""  # if the function was not replaced: what was found in its place
+    found: str = ""  # if the function cannot be replaced: its parameters, such as "(A, quant_state)"
 
     @property
     def calls(self) -> int:
@@ -48,7 +49,13 @@ class TargetStatus:
         if self.state is State.PATCHED and target is not None:
             never = ONLY_FALLBACKS if self.fallbacks else NEVER_CALLED
             return target.uncounted or ("" if self.hits else never)
-        return self.message
+        if target is None or self.state not in UNREPLACED:
+            return ""
+        why = target.mismatch(self.found) if self.found else ""
+        if self.state is State.REFUSED:
+            return why or "nf4_patch raised an error, see the log"
+        theirs = "another library put its own function in place"
+        return f"{theirs}, which cannot be replaced: {why}" if why else f"{theirs}; call enable() again to replace it"
 
 
 @dataclass(frozen=True)
@@ -147,17 +154,15 @@ def calls_of(name: str) -> tuple[int, dict[str, int]]:
 def status_of(target: Target) -> TargetStatus:
     entry = installed.get(target.name)
     hits, fallbacks = calls_of(target.name)
-    state, message = (State.ABSENT if target.trigger in sys.modules else State.WAITING), ""
+    state = State.ABSENT if target.trigger in sys.modules else State.WAITING
     if entry is not None:
         state = entry.state()
-        message = entry.refusal if state is State.REFUSED else ""
     if not switch.on and state not in (State.WAITING, State.REFUSED):
         state = State.OFF
     elif state.was_patched and target.option and not switch.wants(target):
-        state, message = State.INACTIVE, ""
-    elif state is State.DISPLACED and entry is not None:
-        message = entry.why_displaced()
-    return TargetStatus(target.name, state, hits, fallbacks, message)
+        state = State.INACTIVE
+    found = unsupported(target, entry.current()) if entry is not None and state in UNREPLACED else ""
+    return TargetStatus(target.name, state, hits, fallbacks, found)
 
 
 def status() -> Status:

@@ -143,7 +143,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
                 install(target, sys.modules[target.module], switch.wants(target))
     except Exception as error:
         entry = installed[target.name] = installed.get(target.name) or Installed(target)
-        entry.refuse(entry.current(), "nf4_patch raised an error, see the log")
+        entry.refuse(entry.current())
         _log_once(f"nf4_patch could not replace {target.name}, so the original runs: {type(error).__name__}: {error}")
 
 

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Installed:
-    """A target's replacements and their places, or the reason why the target cannot be replaced.
+    """A target's replacements and their places, or the function that cannot be replaced.
 
     There are several pairs if another library put its own function at the target's name while other modules still hold
     the first original. The last pair belongs to the function that the latest ``enable()`` found there.
@@ -40,7 +40,11 @@ class Installed:
     # the argument ``on`` of the latest ``swap``; None if that swap was interrupted, or if a pair was added after it
     swapped: bool | None = None
     refused: Any = ABSENT  # the function that cannot be replaced
-    refusal: str = ""  # why it cannot be replaced
+
+    @property
+    def refusal(self) -> bool:
+        """Return whether nf4_patch could not replace the function that the latest ``enable()`` or import found."""
+        return self.refused is not ABSENT
 
     @property
     def original(self) -> Callable[..., Any] | None:
@@ -62,23 +66,17 @@ class Installed:
             return State.PATCHED if current is pair.replacement else State.WRAPPED
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
-    def why_displaced(self) -> str:
-        """Return a sentence for the state DISPLACED."""
-        if why := refusal_of(self.target, self.current()):
-            return f"another library put its own function in place, which cannot be replaced: {why}"
-        return "another library put its own function in place; call enable() again to replace it"
-
     def pair_of(self, function: Any) -> Pair | None:
         """Return the pair whose original, replacement or wrapped replacement is ``function``, or None."""
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
-    def refuse(self, function: Any, why: str) -> None:
-        """Record why ``function``, which is now at the target's name, cannot be replaced.
+    def refuse(self, function: Any) -> None:
+        """Record that ``function``, which is now at the target's name, cannot be replaced.
 
         The pairs of earlier functions stay, so that ``swap`` still replaces these functions where other modules hold
         them.
         """
-        self.refused, self.refusal = function, why
+        self.refused = function
 
     def use(self, pair: Pair, place: Place) -> None:
         """Make ``pair`` the last pair, and record the place."""
@@ -86,12 +84,12 @@ class Installed:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]
         self.places += [place] if place not in self.places else []
-        self.refused, self.refusal = ABSENT, ""
+        self.refused = ABSENT
 
     def add_wrapped(self, function: Any) -> None:
         """Follow ``__wrapped__``, and add a Pair for each function that a module imported by name before it was wrapped."""
         while (function := getattr(function, "__wrapped__", None)) is not None:
-            if copies(self.target, [function]) and not refusal_of(self.target, function):
+            if copies(self.target, [function]) and not unsupported(self.target, function):
                 self.pairs.insert(0, Pair(function, self.target.make(function)))
 
     def swap(self, on: bool) -> None:
@@ -136,9 +134,9 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
         original = current
         while is_ours(original):  # another library saved an earlier replacement and put it back
             original = original.__wrapped__
-        if why := refusal_of(target, original):
-            entry.refuse(current, why)
-            warn_once(f"nf4_patch does not replace {target.name}: {why}")
+        if found := unsupported(target, original):
+            entry.refuse(current)
+            warn_once(f"nf4_patch does not replace {target.name}: {target.mismatch(found)}")
         else:
             known = [each for each in entry.pairs if each.original is original]
             entry.use(known[0] if known else Pair(original, target.make(original)), place)
@@ -192,19 +190,18 @@ def is_ours(function: Any) -> bool:
     return isinstance(mark, tuple) and mark[0] is function
 
 
-def refusal_of(target: Target, function: Any) -> str:
-    """Return why ``function`` cannot be replaced, or "" if it can."""
+def unsupported(target: Target, function: Any) -> str:
+    """Return "" if ``function`` can be replaced, else its parameters, or its type if it has no signature."""
     if target.parameters is ANY:
         return ""
     try:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return f"it is a {type(function).__name__} whose signature cannot be read"
+        return type(function).__name__
     # ("A", "args", "kwargs") are the parameters of unsloth_zoo's wrapper.
     if parameters in target.parameters or parameters == ("A", "args", "kwargs"):
         return ""
-    allowed = " or ".join(f"({', '.join(names)})" for names in target.parameters)
-    return f"its parameters are ({', '.join(parameters)}), but this release of nf4_patch supports {allowed}"
+    return f"({', '.join(parameters)})"
 
 
 def copies(target: Target, functions: list[Any]) -> list[Place]:

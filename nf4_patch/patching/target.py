@@ -94,6 +94,11 @@ class Target:
             module = getattr(module, each, None)
         return module, name
 
+    def mismatch(self, found: str) -> str:
+        """Describe the parameters ``found``, which are not supported."""
+        allowed = " or ".join(f"({', '.join(names)})" for names in self.parameters)
+        return f"found {found}, but this release of nf4_patch supports {allowed}"
+
     def make(self, original: Callable[..., Any]) -> Any:
         """Return the replacement of ``original``, marked for ``placement.is_ours``."""
         replacement: Any = function_at(self.replace)(self, original)

@@ -155,7 +155,7 @@ def test_as_data_nothing_is_left_out(on):
     data = json.loads(json.dumps(nf4_patch.status().as_dict()))
     assert [target["name"] for target in data["targets"]] == [target.name for target in TARGETS]
     assert {target["state"] for target in data["targets"]} <= {state.value for state in State}
-    assert data["targets"][0]["state"] == "patched" and data["targets"][0]["message"] == ""
+    assert data["targets"][0]["state"] == "patched" and data["targets"][0]["found"] == ""
     assert data["options"]["lora"] == {"value": "off", "typed": False, "lacks": [], "used": 0, "refused": {}}
 
 

@@ -126,7 +126,7 @@ def test_a_terminal_of_80_columns_cuts_no_word_and_shows_another_character_for_o
 def test_doctor_names_a_function_that_it_does_not_know(tmp_path):
     with replaced_by(lambda packed, scales: None):
         report = report_of(tmp_path, "doctor", exit_code=1)
-    assert any("its parameters are (packed, scales)" in problem for problem in report["problems"])
+    assert any("found (packed, scales)" in problem for problem in report["problems"])
 
 
 def gpu(capability=(9, 0), failures=()):
