@@ -386,7 +386,11 @@ ROLLOUTS = {
     "fast": '`enable("fast")`, static cache', "unsloth, decode graphs": DECODE_GRAPHS,
 }  # fmt: skip
 GRPO = ROLLOUTS | {"unsloth": "Unsloth's GRPO, its defaults"}
-GRAPHS = {"fused": "without graphs", "graphs": '`graphs="auto"`'}
+GRAPHS = {
+    "fused": "without graphs",
+    "graphs": '`graphs="auto"`',
+    "flash": "without graphs, `enable_cudnn_sdp(False)`",
+}
 
 
 def steps(row: str, found: Iterable[Record]) -> str:
