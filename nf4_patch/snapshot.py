@@ -23,6 +23,7 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
+NO_GPU = "PyTorch finds no CUDA GPU: every call runs the original"
 UNREPLACED = State.DISPLACED, State.REFUSED
 TROUBLES = State.WRAPPED, *UNREPLACED  # a printed status lists each target in these states
 ROWS = {target.name: target for target in TARGETS}
@@ -83,6 +84,7 @@ class Status:
     activations: ActivationsStatus = field(default_factory=ActivationsStatus)
     matmul: tuple[MatmulStatus, ...] = ()  # measurements of the fused matmul
     options: dict[str, Effect] = field(default_factory=dict)  # by the option's name
+    gpus: int | None = None  # number of GPUs that PyTorch can use; None if torch is not imported
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property
@@ -108,6 +110,8 @@ class Status:
     def __str__(self) -> str:
         on = "on" if self.enabled else f"off ({self.forbidden})" if self.forbidden else "off"
         lines = [f"nf4_patch is {on}: {self.dequantizations} dequantizations in the kernel, {self.fallbacks} fell back"]
+        if self.enabled and self.gpus == 0 and not self.hits:
+            lines.append(f"  {NO_GPU} ({Reason.NOT_CUDA.name})")
         told: set[str] = set()  # Reasons that were explained
         for target in self.targets:
             if (is_core(target) and target.calls) or target.state in TROUBLES:
@@ -185,5 +189,12 @@ def status() -> Status:
     )
     reports = {name: option.report(switch.value(name)) for name, option in OPTIONS.items() if option.report}
     return Status(
-        switch.on, tuple(targets.values()), shapes, tuple(counters.errors), options=effects(), forbidden=keeps_off(), **reports
+        switch.on, tuple(targets.values()), shapes, tuple(counters.errors), options=effects(), gpus=gpus(),
+        forbidden=keeps_off(), **reports,
     )  # fmt: skip
+
+
+def gpus() -> int | None:
+    """Return ``torch.cuda.device_count()``, which does not initialize CUDA, or None if torch is not imported."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return None if cuda is None else int(cuda.device_count())

@@ -13,9 +13,10 @@ import torch
 from target import row
 
 import nf4_patch
+from nf4_patch import snapshot
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import cache
-from nf4_patch.graphs.shapes import graphs
+from nf4_patch.graphs.layers import graphs  # status() asks this module
 from nf4_patch.libraries.bitsandbytes.adapters import COMPUTES_IN_FP32
 from nf4_patch.options import OPTIONS
 from nf4_patch.patching import counters, effects, hooks
@@ -31,6 +32,12 @@ LAYER = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"
 
 def lines() -> list[str]:
     return str(nf4_patch.status()).split("\n")
+
+
+@pytest.fixture(autouse=True)
+def finds_a_gpu(monkeypatch):
+    """Let status() find a GPU, because the tests' kernels also run without one."""
+    monkeypatch.setattr(snapshot, "gpus", lambda: 1)
 
 
 @pytest.fixture
@@ -145,6 +152,15 @@ def test_a_call_whose_backward_is_no_replay_counts_once(monkeypatch):
             counters.counters.fall_back(LAYER, Reason.GRAPH_BACKWARD, strict=False)
         effect = nf4_patch.status().options["graphs"]
     assert (effect.used, effect.refused, effect.calls) == (3, {"GRAPH_BACKWARD": 2}, 5)
+
+
+@pytest.mark.parametrize(("gpus", "hits", "said"), [(0, 0, True), (0, 1, False), (1, 0, False), (None, 0, False)])
+def test_a_process_without_a_gpu_hears_it_before_the_first_call(gpus, hits, said, monkeypatch):
+    text = str(Status(True, (TargetStatus(DEQUANTIZE, State.PATCHED, hits),), gpus=gpus))
+    assert ("(NOT_CUDA)" in text.splitlines()[1]) == said
+    assert "NOT_CUDA" not in str(Status(False, (), gpus=gpus))
+    monkeypatch.undo()
+    assert nf4_patch.status().gpus == torch.cuda.device_count()
 
 
 def test_an_option_before_its_first_call():

@@ -12,6 +12,6 @@ assert not heavy, heavy
 assert elapsed < 0.2, elapsed
 assert not nf4_patch.is_enabled()
 nf4_patch.enable()
-assert nf4_patch.is_enabled() and nf4_patch.status().enabled
+assert nf4_patch.is_enabled() and nf4_patch.status().enabled and nf4_patch.status().gpus is None
 nf4_patch.disable()
 assert "torch" not in sys.modules
