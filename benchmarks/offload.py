@@ -609,8 +609,9 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = [side for side in args.sides or sides if side != "budget" or setting.budget]
         ways = (True,) if args.turns else TURNS.get(name, (False,))
         alone = [[side] for side in wanted]
-        for processes in [each for in_turns in ways for each in ([wanted] if in_turns else alone)]:
-            for run in in_process(setting, processes):
+        for in_turns, processes in [(turns, each) for turns in ways for each in ([wanted] if turns else alone)]:
+            is_timed = in_turns or True not in ways  # otherwise only peaks are measured
+            for run in in_process(setting if is_timed else dataclasses.replace(setting, steps=1), processes):
                 trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)
                 if trace and first:
