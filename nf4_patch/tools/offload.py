@@ -111,11 +111,17 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
     """Return how many layers, at most ``most``, fit into the free GPU memory when they are built in 16 bits.
 
     Raises:
-        NotAvailable: the model is a mixture, or no layer fits.
+        NotAvailable: the model is a mixture, no layer fits, or transformers cannot build the model with fewer layers.
     """
+    if not hasattr(whole, "num_hidden_layers"):
+        raise NotAvailable(f"the configuration of {name} has no num_hidden_layers")
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
     for layers in range(min(most, whole.num_hidden_layers), 0, -1):
-        model = on_meta(shortened(whole, layers))
+        try:
+            model = on_meta(shortened(whole, layers))
+        except (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError) as error:
+            what = f"{layers} of {whole.num_hidden_layers} layers of {name}"
+            raise NotAvailable(f"transformers cannot build {what}: {type(error).__name__}: {error}") from error
         sizes = sizes_of(model)
         if sizes.is_mixture:
             raise NotAvailable(f"{name} is a mixture of experts. --measure needs a dense model")

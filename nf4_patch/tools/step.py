@@ -70,7 +70,11 @@ def shortened(whole: Any, layers: int) -> Any:
     config.num_hidden_layers, config.vocab_size = layers, max(8, whole.vocab_size * layers // whole.num_hidden_layers)
     if len(getattr(config, "layer_types", None) or ()) > layers:  # some configurations compute it and refuse to set it
         config.layer_types = config.layer_types[:layers]
-    config.pad_token_id, config.dtype = None, training_dtype()
+    config.dtype = training_dtype()
+    if (
+        getattr(config, "pad_token_id", None) is not None
+    ):  # it must be in the vocabulary; some configurations refuse None
+        config.pad_token_id = 0
     return config
 
 

@@ -139,6 +139,18 @@ def test_a_model_with_convolutions_is_no_mixture(kind):
     assert [each.dim() for name, each in built.named_parameters() if "conv1d.weight" in name] == [3, 3]
 
 
+def test_a_configuration_that_needs_a_padding_token():
+    whole = AutoConfig.for_model("modernbert-decoder", **SIZES, num_hidden_layers=6, vocab_size=960, pad_token_id=959)
+    assert offload.layers_that_fit(whole, "tiny", 4) == 4
+    assert step.shortened(whole, 4).vocab_size == 640 and step.shortened(WHOLE, 2).pad_token_id is None
+
+
+@pytest.mark.parametrize("kind", ["blt", "prophetnet"])
+def test_a_model_that_cannot_be_shortened_is_named(kind):
+    with pytest.raises(NotAvailable, match="num_hidden_layers"):
+        offload.layers_that_fit(AutoConfig.for_model(kind), "tiny", 4)
+
+
 def test_a_mixture_is_refused():
     with pytest.raises(NotAvailable, match="tiny is a mixture of experts"):
         offload.layers_that_fit(random_model("qwen3").config, "tiny", 4)
