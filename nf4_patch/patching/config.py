@@ -93,6 +93,10 @@ class Config:
             ConfigError: a value is not allowed, or a typed option needs another release of a library.
         """
         environ = os.environ if environ is None else environ
+        if forbidden := keeps_off(environ):
+            environ = {
+                "NF4_PATCH": environ.get("NF4_PATCH", "")
+            }  # no other variable has an effect, not even a wrong one
         switches = {v.name: v.parse(v.name, environ.get(v.name, "")) for v in VARIABLES if v.argument not in OPTIONS}
         requested = switches["NF4_PATCH"]
         if profile is not None:
@@ -119,7 +123,7 @@ class Config:
                     values[name], lacking[name] = "off", lacks
         return cls(
             requested=SWITCH.get(requested, requested == FAST),
-            forbidden=keeps_off(environ),
+            forbidden=forbidden,
             strict=SWITCH[switches["NF4_PATCH_STRICT"]],
             options=values, profile=chosen, typed=frozenset(typed), lacking=lacking,
         )  # fmt: skip

@@ -85,26 +85,31 @@ def configuration(name: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise NotAvailable(f"transformers cannot read the configuration of {name}: {reason}") from error
+    except Exception as error:  # a wrong field raises whatever transformers calculates with it
+        raise NotAvailable(f"transformers cannot read the configuration of {name}: {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def on_meta(config: Any) -> Any:
     """Build a model on the meta device.
 
     Raises:
-        NotAvailable: transformers has no causal language model for the configuration.
+        NotAvailable: transformers has no causal language model for the configuration, or cannot build it.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except ValueError as error:
-        raise NotAvailable(
-            f"a model of the type {config.model_type} is no causal language model, and no other model can be estimated"
-        ) from error
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            why = "is no causal language model, and no other model can be estimated"
+        else:
+            why = f"cannot be built: {in_one_line(error)}"
+        raise NotAvailable(f"a model of the type {config.model_type} {why}") from error
 
 
 def layers_that_fit(whole: Any, name: str, most: int) -> int:
@@ -118,10 +123,12 @@ def layers_that_fit(whole: Any, name: str, most: int) -> int:
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 2**62
     for layers in range(min(most, whole.num_hidden_layers), 0, -1):
         try:
-            model = on_meta(shortened(whole, layers))
-        except (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError) as error:
-            what = f"{layers} of {whole.num_hidden_layers} layers of {name}"
-            raise NotAvailable(f"transformers cannot build {what}: {type(error).__name__}: {error}") from error
+            config = shortened(whole, layers)
+        except Exception as error:
+            raise NotAvailable(
+                f"the configuration of {name} allows no other number of layers: {in_one_line(error)}"
+            ) from error
+        model = on_meta(config)
         sizes = sizes_of(model)
         if sizes.is_mixture:
             raise NotAvailable(f"{name} is a mixture of experts. --measure needs a dense model")

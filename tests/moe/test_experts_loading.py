@@ -353,6 +353,29 @@ def test_without_the_option_packed_experts_are_an_error_that_names_the_line_to_a
         loaded(tmp_path)
 
 
+def shortened(tensor):
+    return tensor[:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("field", "damage"),
+    [*itertools.product(("absmax", "nested_absmax", "nested_quant_map"), (None, shortened)), ("quant_map", None),
+     ("quant_state", shortened)],
+)  # fmt: skip
+def test_a_damaged_packed_checkpoint_is_refused(field, damage, qwen3, tmp_path):
+    """bitsandbytes would read 8-bit absmax as numbers, or decode past the end."""
+    folder, _ = qwen3
+    with nf4_patch.enabled(**PACKED):
+        loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        (key, *_) = [key for key in weights if f"down_proj.{field}" in key]
+        part = weights.pop(key)
+        weights |= {key: damage(part)} if damage else {}
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match="packed experts are damaged"):
+            loaded(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("places", "mesh", "found"),
     [({"": "disk"}, None, "with disk"), ({"model": 0, "model.layers.1": "cpu"}, None, "with cpu"),

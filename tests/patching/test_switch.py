@@ -173,6 +173,15 @@ def test_usual_spellings_of_true_and_false(true, false):
     assert Config.read({"NF4_PATCH": false}).forbidden
     assert Config.read({"NF4_PATCH": true, "NF4_USE_TRITON": false}).forbidden
     assert not Config.read({"NF4_USE_TRITON": true}).forbidden
+    assert Config.read({"NF4_PATCH": true, "NF4_USE_TRITON": false}).requested
+
+
+def test_while_the_patch_is_kept_off_wrong_variables_do_not_matter(monkeypatch):
+    monkeypatch.setenv("NF4_PATCH", "0")
+    monkeypatch.setenv("NF4_PATCH_CACHE", "banana")
+    assert not nf4_patch.enable() and not nf4_patch.enable("fast") and not nf4_patch.is_enabled()
+    with pytest.raises(ConfigError, match="cache='banana'"):
+        nf4_patch.enable(cache="banana")
 
 
 def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,14 @@ def tiny(tmp_path, monkeypatch):
         recorders.install(monkeypatch)
     WHOLE.save_pretrained(tmp_path / "tiny")
     monkeypatch.setattr(cli, "require_gpu", lambda: None)
-    for name, value in (("LENGTHS", (16, 32)), ("ROUNDS", 2), ("LEARNING", 2), ("WARM_UPS", 3), ("TIMED", 1)):
+    for name, value in (
+        ("LENGTHS", (16, 32)),
+        ("ROUNDS", 2),
+        ("LEARNING", 2),
+        ("WARM_UPS", 3),
+        ("TIMED", 1),
+        ("SECONDS", 1e9),
+    ):
         monkeypatch.setattr(measure, name, value)
     return tmp_path / "tiny"
 
@@ -149,6 +157,24 @@ def test_a_configuration_that_needs_a_padding_token():
 def test_a_model_that_cannot_be_shortened_is_named(kind):
     with pytest.raises(NotAvailable, match="num_hidden_layers"):
         offload.layers_that_fit(AutoConfig.for_model(kind), "tiny", 4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [],
+        {"hidden_size": "x"},
+        {"num_attention_heads": 0},
+        {"hidden_size": -64},
+        {"hidden_size": 65, "num_attention_heads": 4},
+    ],
+    ids=str,
+)
+def test_a_configuration_with_a_wrong_field_is_named(config, tmp_path):
+    text = json.dumps({"model_type": "llama", **config} if config else config)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(NotAvailable, match=r"can.?not (be built|read)"):
+        list(offload.lines(str(tmp_path), []))
 
 
 def test_a_mixture_is_refused():

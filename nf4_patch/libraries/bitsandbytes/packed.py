@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from ...patching import guards
+from ...patching.quant_state import weight_of
+from ...patching.reasons import Reason
 from ...patching.targets import MODULES
 from . import PARAMETRIZE
 
+DAMAGED = "the checkpoint's packed experts are damaged: a part is missing or does not fit"
+# Reasons of the kernels that do not say anything about a checkpoint
+NOT_HERE = (
+    Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.OUTPUT_DTYPE, Reason.STORAGE_DTYPE, Reason.TENSOR_SUBCLASS,
+    Reason.MIXED_DEVICES, Reason.NOT_CONTIGUOUS,
+)  # fmt: skip
 LORA_LAYERS = MODULES["LoRA layers"]
 
 
@@ -27,6 +36,23 @@ class Params4bit(bitsandbytes.nn.Params4bit):
     # bitsandbytes' own ``__torch_function__`` costs 11 us per layer each time the weight is read (2-core CPU machine,
     # Python 3.11).
     __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def from_prequantized(cls, data: Tensor, quantized_stats: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the parameter with these packed bytes and the saved fields of their QuantState.
+
+        Raises:
+            ValueError: a field is missing or does not fit. In some cases, bitsandbytes would decode wrong numbers.
+        """
+        try:
+            parameter: Any = super().from_prequantized(data, quantized_stats, *args, **kwargs)
+        except (AssertionError, LookupError, ValueError) as error:
+            raise ValueError(f"{DAMAGED}: {type(error).__name__}: {error}") from error
+        weight = weight_of(parameter, parameter.quant_state)
+        why = weight if isinstance(weight, Reason) else guards.why_not(weight, ignore=NOT_HERE)
+        if why in (Reason.STATE_FIELDS, Reason.SIZE_MISMATCH):
+            raise ValueError(f"{DAMAGED}: {why.name}: {why.sentence}, packed {list(data.shape)}")
+        return parameter
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move the parameter and its QuantState to a device. Ignore a dtype."""
