@@ -94,9 +94,8 @@ class Config:
         """
         environ = os.environ if environ is None else environ
         if forbidden := keeps_off(environ):
-            environ = {
-                "NF4_PATCH": environ.get("NF4_PATCH", "")
-            }  # no other variable has an effect, not even a wrong one
+            # No other variable has an effect, so a wrong value does not matter.
+            environ = {"NF4_PATCH": environ.get("NF4_PATCH", "")}
         switches = {v.name: v.parse(v.name, environ.get(v.name, "")) for v in VARIABLES if v.argument not in OPTIONS}
         requested = switches["NF4_PATCH"]
         if profile is not None:

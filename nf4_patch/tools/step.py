@@ -71,10 +71,8 @@ def shortened(whole: Any, layers: int) -> Any:
     if len(getattr(config, "layer_types", None) or ()) > layers:  # some configurations compute it and refuse to set it
         config.layer_types = config.layer_types[:layers]
     config.dtype = training_dtype()
-    if (
-        getattr(config, "pad_token_id", None) is not None
-    ):  # it must be in the vocabulary; some configurations refuse None
-        config.pad_token_id = 0
+    if getattr(config, "pad_token_id", None) is not None:
+        config.pad_token_id = 0  # it must be in the vocabulary, and some configurations refuse None
     return config
 
 
