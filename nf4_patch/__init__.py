@@ -78,7 +78,7 @@ def enable(
         profile: "fast" turns on every option that needs no decision: ``lora="fused"``, ``graphs="auto"``,
             ``matmul="auto"``, ``cache="auto"``, ``activations="auto"`` and ``merge="reversible"``. Results are as
             accurate, but not bit-identical. Options that an argument or a variable has set keep their value. An option
-            that this machine does not support stays off, and ``status()`` says why.
+            whose library is missing or too old stays off, and ``status()`` says why.
         matmul: "auto" multiplies few rows of activations (generation, short sequences) directly by the packed weight,
             where this was measured to be faster. It is as accurate as dequantizing the weight first, but not
             bit-identical.
