@@ -27,7 +27,7 @@ METHOD = (
     " log-normal, and padded to a multiple of pad_to. Each side has a process; sides alternate every ten steps. step_ms:"
     " wall-clock time of a step, mean of the epoch, with all captures and first uses of a length. lengths: how many different"
     " ones there are. shapes: of these, how many had graphs at the end of the epoch. Losses with and without graphs must be"
-    " equal, bit for bit. flash: PyTorch's attention without cuDNN, which prepares each length; only without padding."
+    " equal, bit for bit. flash: like fused, but not with cuDNN's attention, which prepares each length; only where pad_to is 1."
 )
 BATCHES, EPOCHS, TURN = 120, 4, 10
 PADDINGS = 64, 8, 1

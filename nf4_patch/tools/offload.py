@@ -99,17 +99,16 @@ def on_meta(config: Any) -> Any:
     Raises:
         NotAvailable: transformers has no causal language model for the configuration, or cannot build it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    kind = f"a model of the type {config.model_type}"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotAvailable(f"{kind} is no causal language model, and no other model can be estimated")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
-        if "Unrecognized configuration class" in str(error):
-            why = "is no causal language model, and no other model can be estimated"
-        else:
-            why = f"cannot be built: {in_one_line(error)}"
-        raise NotAvailable(f"a model of the type {config.model_type} {why}") from error
+        raise NotAvailable(f"{kind} cannot be built: {in_one_line(error)}") from error
 
 
 def layers_that_fit(whole: Any, name: str, most: int) -> int:

@@ -18,8 +18,8 @@ from ...patching.targets import MODULES
 from . import PARAMETRIZE
 
 DAMAGED = "the checkpoint's packed experts are damaged: a part is missing or does not fit"
-# Reasons of the kernels that do not say anything about a checkpoint
-NOT_HERE = (
+# Reasons why the kernels cannot run, although the checkpoint is whole
+OF_KERNELS = (
     Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.OUTPUT_DTYPE, Reason.STORAGE_DTYPE, Reason.TENSOR_SUBCLASS,
     Reason.MIXED_DEVICES, Reason.NOT_CONTIGUOUS,
 )  # fmt: skip
@@ -49,7 +49,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         except (AssertionError, LookupError, ValueError) as error:
             raise ValueError(f"{DAMAGED}: {type(error).__name__}: {error}") from error
         weight = weight_of(parameter, parameter.quant_state)
-        why = weight if isinstance(weight, Reason) else guards.why_not(weight, ignore=NOT_HERE)
+        why = weight if isinstance(weight, Reason) else guards.why_not(weight, ignore=OF_KERNELS)
         if why in (Reason.STATE_FIELDS, Reason.SIZE_MISMATCH):
             raise ValueError(f"{DAMAGED}: {why.name}: {why.sentence}, packed {list(data.shape)}")
         return parameter
