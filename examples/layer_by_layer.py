@@ -30,6 +30,7 @@ from torch.nn.utils import parametrize
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
@@ -63,8 +64,8 @@ def reading(folder: str | Path, *files: str, library: str) -> Iterator[None]:
             raise Refused(f"{folder} has no {file}. {advice}")
     try:
         yield
-    except (OSError, ValueError) as error:
-        why = str(error).rstrip(".")
+    except (KeyError, OSError, ValueError) as error:
+        why = f"peft knows no type {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise Refused(f"{folder} cannot be read: {why}. {advice}, or its name on the Hub") from error
 
 
@@ -106,6 +107,8 @@ def empty_model(path: str, **options: Any) -> tuple[Any, list[str], Any]:
     files, load_config = found
     if not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         raise Refused(f"{path} is not in 16 bits or in 4 bits of bitsandbytes. Pass the model that you trained on")
+    if any(getattr(module, "source_cls", None) is Conv1D for module in model.modules()):
+        raise Refused(f"{path} has layers of the class Conv1D, which transformers dequantizes to transposed weights")
     if not all(file.endswith(".safetensors") for file in files):
         raise Refused(f"{path} has no safetensors files. Load it with transformers and save it with save_pretrained")
     return model, files, load_config
@@ -197,8 +200,13 @@ def dense_weights(part: Any, keys: dict[str, str], load_config: Any) -> dict[str
         raise Refused(f"the checkpoint lacks {min(info.missing_keys)}, which {type(part).__name__} has")
     load_config.hf_quantizer.postprocess_model(part)
     dtype = part.config.dtype
-    for module in list(part.modules()):
+    for path, module in list(part.named_modules()):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
+            if getattr(module.weight, "quant_state", None) is None:
+                raise Refused(
+                    f"the checkpoint lacks the quantization state of {path}.weight, or transformers does not load it. Pass the model in "
+                    "16 bits that you trained on"
+                )
             module.weight = nn.Parameter(dequantize_bnb_weight(module.weight).to(dtype), requires_grad=False)
             module.quant_state = None
         for name in list(getattr(module, "parametrizations", ())):
@@ -225,12 +233,18 @@ def config_of(adapter: str) -> tuple[Path, PeftConfig]:
             raise Refused(f"{adapter} is neither a folder nor an adapter on the Hub: {error}") from error
     with reading(folder, "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, library="peft"):
         config = PeftConfig.from_pretrained(folder)
+        written = json.loads((folder / "adapter_config.json").read_text())
     if type(config) is not LoraConfig:
         raise Refused(f"{adapter} is an adapter of the type {config.peft_type}, but only LORA is supported")
     for field in dataclasses.fields(config):
         default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name not in HANDLED and (value := getattr(config, field.name)) != default:
             raise Refused(f"{adapter} has {field.name}={value!r}, which cannot be merged layer by layer")
+    for name in written.keys() - {field.name for field in dataclasses.fields(config)}:  # peft ignores these
+        if written[name]:
+            raise Refused(
+                f"{adapter} has {name}={written[name]!r}, which this release of peft does not know. Install a newer one"
+            )
     if config.init_lora_weights not in KEEPS_THE_BASE:
         raise Refused(
             f"{adapter} has init_lora_weights={config.init_lora_weights!r}, which changes the base weights. Convert it to plain LoRA "
@@ -279,12 +293,20 @@ def with_adapter(dense: Any, adapter: str) -> tuple[Any, dict[str, str], Any]:
 
 def merged_part(model: Any, part: Any, names: dict[str, str], file: Any, device: Any) -> Any:
     """Read the adapters of a part of the dense model, and merge them with peft's ``merge_and_unload``."""
+    base = dict(part.named_parameters(remove_duplicate=False)) | dict(part.named_buffers())
+    ties, tied = model.active_peft_config.ensure_weight_tying, dict[int, Any]()
     for path, module in part.named_modules():
-        for name, parameter in module._parameters.items():
-            key = names.get(f"{PREFIX}{path}.{name}")
-            if key is not None:
-                value = file.get_tensor(key).to(device, parameter.dtype)
-                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        for kind in (module._parameters, module._buffers):  # modules_to_save also saves buffers
+            for name, empty in kind.items():
+                key = names.get(f"{PREFIX}{path}.{name}")
+                if key is None:
+                    continue
+                # A module in modules_to_save has the dtype of the module that it replaces, which may be fp32.
+                replaced = base.get(f"{path}.{name}".replace(".modules_to_save.default.", ".original_module."))
+                value = file.get_tensor(key).to(device, (empty if replaced is None else replaced).dtype)
+                kind[name] = nn.Parameter(value, requires_grad=False) if kind is module._parameters else value
+                if ties and replaced is not None:
+                    kind[name] = tied.setdefault(id(replaced), kind[name])
     model.base_model.model = part
     return model.base_model.merge_and_unload()
 
@@ -349,13 +371,18 @@ def merge(path: str, adapter: str, out: str, tokenizer_of: Callable[[str], Any],
     Raises:
         Refused: this cannot be merged layer by layer, and nothing was written.
     """
-    final, folder = Path(out).absolute(), Path(f"{Path(out).absolute()}.incomplete")
+    final = Path(out).resolve()  # a link cannot be replaced by a folder
+    folder = Path(f"{final}.incomplete")
     if final.is_mount():  # the finished folder could not be renamed to it
         raise Refused(f"{out} is a mount point. Choose a folder inside it")
-    if final.exists() and (final.is_file() or any(final.iterdir())):
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise Refused(f"{out} exists and is not empty. Choose another folder")
     if folder.exists():
         raise Refused(f"{folder} exists. If no other merge is running, a merge was killed: delete this folder")
+    if (Path(path) / "adapter_config.json").is_file():
+        raise Refused(
+            f"{path} also holds an adapter, which transformers would load with the model. Move its adapter_* files to another folder"
+        )
     empty, files, load_config = empty_model(path, **options)
     try:
         tokenizer = tokenizer_of(path)

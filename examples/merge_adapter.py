@@ -41,7 +41,10 @@ args = parser.parse_args()
 if not args.adapter and args.model not in RANDOM:
     parser.error("name the folder of your adapter: --adapter FOLDER")
 
-nf4_patch.enable(experts="4bit")
+if not nf4_patch.enable(experts="4bit"):
+    parser.error(
+        "nf4_patch is off, so experts would not be quantized as in the training. Unset NF4_PATCH and NF4_USE_TRITON"
+    )
 
 record, path, dtype = Record(), checkpoint(args.model, args.size), compute_dtype()
 in_4_bits = BitsAndBytesConfig(

@@ -169,6 +169,41 @@ def test_tied_embeddings(lora, tmp_path):
     assert ("lm_head.weight" in tensors(tmp_path / "merged")) == bool(lora)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_embeddings_that_stay_tied(name, tmp_path):
+    base = llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = adapter_of(base, tmp_path / "adapter", modules_to_save=[name], ensure_weight_tying=True)
+    are_the_same(base, adapter, tmp_path, **options())
+
+
+def test_a_trained_router_with_a_buffer(tmp_path):
+    base = base_of("deepseek-v3", tmp_path / "base")
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_b_proj"], modules_to_save=["gate"])
+    edit_weights(tmp_path, lambda w: [w[key].add_(1) for key in w if "correction_bias" in key])
+    are_the_same(base, adapter, tmp_path, **options())
+
+
+def test_trained_modules_that_stay_in_fp32(tmp_path):
+    """transformers keeps the norms of gpt-oss in fp32 if the model is loaded in fp16."""
+    tiny_experts.random_model("gpt-oss").save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"], "dtype": torch.float32}
+    are_the_same(base, adapter_of(base, tmp_path / "adapter", **lora), tmp_path, dtype=torch.float16, **options())
+    assert tensors(tmp_path / "merged")["model.layers.0.input_layernorm.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["to a folder", "to nothing"])
+def test_a_link_as_the_output_folder(exists, trained, tmp_path):
+    disk = tmp_path / "disk" / "merged"
+    disk.parent.mkdir()
+    if exists:
+        disk.mkdir()
+    (tmp_path / "link").symlink_to(disk)
+    found = by_layer(str(trained / "base"), str(trained / "adapter"), tmp_path / "link", **options())
+    want = by_layer(str(trained / "base"), str(trained / "adapter"), tmp_path / "merged", **options())
+    assert content(found) == content(want) and not disk.is_symlink() and [*disk.parent.iterdir()] == [disk]
+
+
 def test_experts_in_16_bits(tmp_path):
     base = base_of("qwen3", tmp_path / "base")
     adapter = adapter_of(base, tmp_path / "adapter", **EXPERTS)
@@ -282,6 +317,22 @@ def without_first_of_the_base(folder):
     safetensors.torch.save_file(weights, file, {"format": "pt"})
 
 
+def packed_without_a_state(folder):
+    """Save the base in 4 bits, and delete all that belongs to the quantization of one weight."""
+    load(str(folder / "base"), **options()).save_pretrained(folder / "packed")
+    file = folder / "packed" / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights = {key: each for key, each in weights.items() if "layers.1.mlp.up_proj.weight." not in key}
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+    shutil.rmtree(folder / "base")
+    (folder / "packed").rename(folder / "base")
+
+
+def gpt2(folder):
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)
+    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(folder / "base")
+
+
 def tied_head(folder):
     base = llama(folder / "base", tie_word_embeddings=True)
     adapter_of(base, folder / "adapter", target_modules=["lm_head"])
@@ -317,6 +368,14 @@ REFUSED = {
     "pissa": (lambda f: edit_config(f, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
     "replication": (lambda f: edit_config(f, layer_replication=[[0, 2], [1, 3]]), "layer_replication="),
     "aLoRA": (lambda f: edit_config(f, alora_invocation_tokens=[3]), r"alora_invocation_tokens=\[3\]"),
+    "an unknown field": (lambda f: edit_config(f, use_newthing=True), "use_newthing=True, which this release of peft"),
+    "an unknown type": (lambda f: edit_config(f, peft_type=None), "adapter cannot be read: peft knows no type None"),
+    "no quantization state": (packed_without_a_state, "lacks the quantization state of model.layers.1.mlp.up_proj.weight"),
+    "Conv1D": (gpt2, "layers of the class Conv1D"),
+    "an adapter beside the model": (
+        lambda f: shutil.copy(f / "adapter/adapter_config.json", f / "base"), "base also holds an adapter"
+    ),
+    "a file": (lambda f: (f / "merged").touch(), "exists and is not empty"),
     "another size": (lambda f: llama(f / "base", hidden_size=128), "(?s)does not fit the model: .*size mismatch"),
     "fewer layers": (lambda f: llama(f / "base", num_hidden_layers=2), "no place for .*layers.2.self_attn.* and 3 more"),
     "a weight less": (
@@ -390,6 +449,16 @@ def test_an_interrupt_leaves_no_half_checkpoint(error, trained, tmp_path, monkey
     with pytest.raises(error):
         by_layer(*arguments, **options())
     assert len(seen) == 2 and [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["NF4_PATCH", "NF4_USE_TRITON"])
+def test_a_merge_without_the_patch_is_an_error(name, trained, tmp_path, monkeypatch, capsys):
+    nf4_patch.disable()
+    monkeypatch.setenv(name, "0")
+    words = "--model", trained / "base", "--adapter", trained / "adapter", "--out", tmp_path / "merged"
+    with pytest.raises(SystemExit) as stopped:
+        merge_adapter(*words, monkeypatch=monkeypatch)
+    assert stopped.value.code == 2 and name in capsys.readouterr().err and not (tmp_path / "merged").exists()
 
 
 @pytest.mark.full

@@ -120,6 +120,33 @@ def test_merged_bytes_are_those_of_peft(device):
     assert equal(content(model), content(stock))
 
 
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("unmerge", [True, False])
+def test_inference_mode(on, merge, unmerge):
+    """TRL's trainers merge under no_grad. Others merge in inference mode, whose tensors training cannot use."""
+    model = adapted(on)
+    before, where = content(model), identity(model)
+    with torch.inference_mode(merge):
+        model.merge_adapter()
+    assert not any(torch.equal(*each) for each in zip(content(model)[:1], before[:1], strict=True))
+    with torch.inference_mode(unmerge):
+        model.unmerge_adapter()
+    assert all(torch.equal(*each) for each in zip(content(model), before, strict=True)) and identity(model) == where
+
+
+def test_dora_after_another_adapter(on):
+    """peft's merge of DoRA unmerges the layer in between."""
+    model = adapted(on)
+    model.add_adapter(
+        "dora", peft.LoraConfig(r=8, target_modules=["fc0", "fc1"], use_dora=True, init_lora_weights=False)
+    )
+    model.base_model.set_adapter(["default", "dora"])
+    before, where = content(model), identity(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert all(torch.equal(*each) for each in zip(content(model), before, strict=True)) and identity(model) == where
+
+
 def test_without_the_option_bytes_change(device):
     with nf4_patch.enabled():
         model = adapted(device)

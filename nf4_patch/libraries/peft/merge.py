@@ -143,7 +143,8 @@ def merge(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
             saved = saved or Unmerged(base.weight, parts)
             saved.bias = base.bias.clone() if any(self.lora_bias.values()) else None
     vars(self)[NAME] = saved
-    with in_place(self, saved):
+    # Tensors made in inference mode have no version counters, and training cannot use them.
+    with in_place(self, saved), torch.inference_mode(False), torch.no_grad():
         original(self, *args, **kwargs)
 
 
@@ -161,6 +162,8 @@ def in_place(layer: Any, saved: Unmerged | None) -> Iterator[None]:
         is_moved = base.weight is not before and (saved is not None or offload_gate.on)
         if is_moved and not put_back(base, before, saved):
             vars(layer).pop(NAME, None)
+        elif saved is not None:  # peft's merge of DoRA after another adapter unmerges and merges the layer in between
+            vars(layer)[NAME] = saved
 
 
 def put_back(base: Any, before: Any, saved: Unmerged | None) -> bool:
@@ -194,7 +197,7 @@ def unmerge(original: Function, self: Any) -> None:
         vars(self).pop(NAME, None)
         if gate.on:
             fallbacks.count(Reason.MERGE_CHANGED)
-        with in_place(self, None):
+        with in_place(self, None), torch.inference_mode(False), torch.no_grad():
             original(self)
         return
     saved.restores = True
