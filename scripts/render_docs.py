@@ -480,7 +480,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         *(records("offload", model=model, in_turns=True, side=side)[0]["gpu_ms"] for side in ("all", "resident"))))
         for model in ("Llama-3.1-70B", "Qwen3-32B")),
     "wait": lambda: " ms instead of ".join(
-        f"{row['wall_ms']:.0f}" for side in ("graphs", "fused") for row in records("recipe", side=side, tokens=512)),
+        f"{row['wall_ms']:.0f}" for side in ("activations", "liger") for row in records("recipe", side=side, tokens=512)),
     "grpo-step": lambda: "{:.1f} s instead of {:.1f} (Unsloth's defaults: {:.1f})".format(*(
         records("grpo", side=side)[0]["step_s"] for side in ("fast", "bitsandbytes and peft", "unsloth"))),
     "packed-gb": partial(figure, "{packed_gb:.0f} GB"),
