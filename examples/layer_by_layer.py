@@ -21,7 +21,7 @@ from unittest import mock
 import bitsandbytes
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, PeftType, set_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -64,8 +64,8 @@ def reading(folder: str | Path, *files: str, library: str) -> Iterator[None]:
             raise Refused(f"{folder} has no {file}. {advice}")
     try:
         yield
-    except (KeyError, OSError, ValueError) as error:
-        why = f"peft knows no type {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+    except (OSError, ValueError) as error:
+        why = str(error).rstrip(".")
         raise Refused(f"{folder} cannot be read: {why}. {advice}, or its name on the Hub") from error
 
 
@@ -219,7 +219,7 @@ def dense_weights(part: Any, keys: dict[str, str], load_config: Any) -> dict[str
 # --- the adapter ---
 
 
-def config_of(adapter: str) -> tuple[Path, PeftConfig]:
+def config_of(adapter: str) -> tuple[Path, LoraConfig]:
     """Return the folder and the config of an adapter.
 
     Raises:
@@ -232,16 +232,17 @@ def config_of(adapter: str) -> tuple[Path, PeftConfig]:
         except (OSError, ValueError) as error:
             raise Refused(f"{adapter} is neither a folder nor an adapter on the Hub: {error}") from error
     with reading(folder, "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, library="peft"):
-        config = PeftConfig.from_pretrained(folder)
         written = json.loads((folder / "adapter_config.json").read_text())
-    if type(config) is not LoraConfig:
-        raise Refused(f"{adapter} is an adapter of the type {config.peft_type}, but only LORA is supported")
+    if written.get("peft_type") != PeftType.LORA:
+        raise Refused(f"{adapter} is an adapter of the type {written.get('peft_type')}, but only LORA is supported")
+    with reading(folder, library="peft"):
+        config = LoraConfig.from_pretrained(folder)
     for field in dataclasses.fields(config):
         default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name not in HANDLED and (value := getattr(config, field.name)) != default:
             raise Refused(f"{adapter} has {field.name}={value!r}, which cannot be merged layer by layer")
-    for name in written.keys() - {field.name for field in dataclasses.fields(config)}:  # peft ignores these
-        if written[name]:
+    for name in sorted(written.keys() - {field.name for field in dataclasses.fields(config)}):
+        if written[name]:  # peft would ignore it
             raise Refused(
                 f"{adapter} has {name}={written[name]!r}, which this release of peft does not know. Install a newer one"
             )
@@ -296,17 +297,17 @@ def merged_part(model: Any, part: Any, names: dict[str, str], file: Any, device:
     base = dict(part.named_parameters(remove_duplicate=False)) | dict(part.named_buffers())
     ties, tied = model.active_peft_config.ensure_weight_tying, dict[int, Any]()
     for path, module in part.named_modules():
-        for kind in (module._parameters, module._buffers):  # modules_to_save also saves buffers
-            for name, empty in kind.items():
+        for tensors in (module._parameters, module._buffers):  # modules_to_save also saves buffers
+            for name, empty in tensors.items():
                 key = names.get(f"{PREFIX}{path}.{name}")
                 if key is None:
                     continue
                 # A module in modules_to_save has the dtype of the module that it replaces, which may be fp32.
                 replaced = base.get(f"{path}.{name}".replace(".modules_to_save.default.", ".original_module."))
                 value = file.get_tensor(key).to(device, (empty if replaced is None else replaced).dtype)
-                kind[name] = nn.Parameter(value, requires_grad=False) if kind is module._parameters else value
-                if ties and replaced is not None:
-                    kind[name] = tied.setdefault(id(replaced), kind[name])
+                tensors[name] = nn.Parameter(value, requires_grad=False) if tensors is module._parameters else value
+                if ties and replaced is not None:  # modules that shared a weight share it again
+                    tensors[name] = tied.setdefault(id(replaced), tensors[name])
     model.base_model.model = part
     return model.base_model.merge_and_unload()
 

@@ -369,7 +369,7 @@ REFUSED = {
     "replication": (lambda f: edit_config(f, layer_replication=[[0, 2], [1, 3]]), "layer_replication="),
     "aLoRA": (lambda f: edit_config(f, alora_invocation_tokens=[3]), r"alora_invocation_tokens=\[3\]"),
     "an unknown field": (lambda f: edit_config(f, use_newthing=True), "use_newthing=True, which this release of peft"),
-    "an unknown type": (lambda f: edit_config(f, peft_type=None), "adapter cannot be read: peft knows no type None"),
+    "no type": (lambda f: edit_config(f, peft_type=None), "of the type None"),
     "no quantization state": (packed_without_a_state, "lacks the quantization state of model.layers.1.mlp.up_proj.weight"),
     "Conv1D": (gpt2, "layers of the class Conv1D"),
     "an adapter beside the model": (

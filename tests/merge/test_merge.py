@@ -123,7 +123,7 @@ def test_merged_bytes_are_those_of_peft(device):
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("unmerge", [True, False])
 def test_inference_mode(on, merge, unmerge):
-    """TRL's trainers merge under no_grad. Others merge in inference mode, whose tensors training cannot use."""
+    """Training could not use tensors that a merge or unmerge in inference mode had made."""
     model = adapted(on)
     before, where = content(model), identity(model)
     with torch.inference_mode(merge):
